@@ -347,6 +347,13 @@ def check_scale(scale: Any, D: int) -> float:
     return D**-0.5 if scale is None else check_positive("scale", scale)
 
 
+def check_is(name: str, x: Any, *kinds: type) -> None:
+    """Raise TypeError unless x is of one of the classes."""
+    if not isinstance(x, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{name} must be of class {wanted}, got {type_name(x)}")
+
+
 def check_pair(name: str, x: Any, what: str) -> None:
     """Raise TypeError unless x is a tuple of two, which `what` names."""
     if not isinstance(x, tuple) or len(x) != 2:

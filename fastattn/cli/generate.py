@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,10 +16,8 @@ if TYPE_CHECKING:
 
 _TEMPERATURE, _LENGTH_PENALTY = 0.8, 0.0
 # Options that are fields of `Sampling`.
-_DRAWN = (
-    *("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff"),
-    *("repetition_penalty", "greedy"),
-)
+_FILTERS = ("temperature", "top_k", "top_p", "min_p", "epsilon_cutoff")
+_DRAWN = (*_FILTERS, "repetition_penalty", "greedy")
 
 
 def add(commands: Any) -> None:
@@ -109,22 +106,17 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--beams searches for the most likely text: leave out {excluded[0]}")
     elif arguments.length_penalty is not None:
         raise ValueError("--length-penalty needs --beams")
+    elif arguments.greedy and (excluded := passed(*_FILTERS, "seed")):
+        raise ValueError(f"--greedy takes the most likely token: leave out {excluded[0]}")
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
+    from ..files.text import read_lines
+
     prompts: list[str] = list(arguments.prompt or [])
-    path = arguments.prompts_file
-    if path is None:
+    if arguments.prompts_file is None:
         return prompts or [""]
-    try:
-        lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise ValueError(f"cannot read prompts file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"prompts file {path} is not UTF-8 text") from None
-    if lines == [""]:
-        raise ValueError(f"prompts file {path} is empty")
-    return prompts + lines
+    return prompts + read_lines(arguments.prompts_file)
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling:

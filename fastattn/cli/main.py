@@ -126,7 +126,7 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         description="Check and tune fused attention kernels; train and run small transformers.",
     )
     parser.add_argument("--version", action="version", version=f"fastattn {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", prog="fastattn")
     files = [_FILES[command]] if command in _FILES else dict.fromkeys(_FILES.values())
     for file in files:
         importlib.import_module(f"..{file}", __name__).add(commands)

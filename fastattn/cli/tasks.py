@@ -85,8 +85,6 @@ def _translate(arguments: argparse.Namespace) -> int:
     from ..training.tasks.translation import encode_texts, translate_tokens
     from ..training.train_config import resolve_device
 
-    if arguments.beams < 1:
-        raise ValueError(f"beams must be at least 1, got {arguments.beams}")
     texts = list(_texts(arguments))
     device = resolve_device(arguments.device)
     trained = load_trained(arguments.checkpoint, "seq2seq", device=device)
@@ -106,14 +104,11 @@ def _translate(arguments: argparse.Namespace) -> int:
 
 def _texts(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield texts to translate, each with its file and line."""
-    from ..training.data.text import read_text_file
+    from ..files.text import read_lines
 
     if arguments.file is None:
         for i, text in enumerate(arguments.text, start=1):
             yield text, "--text" if len(arguments.text) == 1 else f"--text {i}"
         return
-    lines = read_text_file(Path(arguments.file)).split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_lines(arguments.file), start=1):
         yield line, f"{arguments.file}:{number}"

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..training.train_config import DataConfig, TrainConfig
 from .main import INTERRUPTED, say
@@ -111,13 +111,13 @@ def _add_settings(group: Any, part: str, config: type) -> None:
         else:
             if field.default not in (None, ()):
                 how["help"] += f" (default: {field.default})"
-            one = next(
-                (x for x in (int, float) if x in (kind, *getattr(kind, "__args__", ()))), str
-            )
+            kinds_of = (kind, *get_args(kind))
+            one = next((x for x in (int, float) if x in kinds_of), str)
             how |= {"type": os.path.abspath if about["path"] else one, "metavar": name}
             how |= {"nargs": "+"} if field.default == () else {}
-            if about["choices"]:
-                how["choices"], how["metavar"] = about["choices"], None
+            for one in kinds_of:
+                if get_origin(one) is Literal:
+                    how["choices"], how["metavar"] = get_args(one), None
         group.add_argument(flag, dest=f"{part}.{field.name}", **how)
 
 
@@ -140,6 +140,8 @@ def _options(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         field, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--set must be FIELD=VALUE, such as tie_weights=false, got {text!r}")
+        if field in parts["model"]:
+            raise ValueError(f"{field} is set twice, the second time by --set {text}")
         parts["model"][field] = _value(value)
     return parts
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_int, type_name
-from ..models.gpt import GPT
+from ..checks import check_int, check_is, type_name
+from ..models.gpt import GPT, GPTConfig
 from ..models.sampling import Sampling, choose_rows, make_generator
 
 
@@ -72,10 +72,11 @@ def make_request(
     """Check a prompt and its settings; arguments as for `generate_tokens`.
 
     Raises:
-        TypeError: the prompt, count or an end token has a wrong type.
+        TypeError: the model is no GPT, or the prompt, count or an end token has a wrong type.
         ValueError: the prompt is empty or has several dims, a token is not in the model's
             vocabulary, or count is negative.
     """
+    check_is("model.config", getattr(model, "config", None), GPTConfig)
     vocab_size = model.config.vocab_size
     prompt = items("prompt", "token ids", prompt)
     prompt = [check_int("a token of prompt", token) for token in prompt]
@@ -94,8 +95,7 @@ def make_request(
         if wrong:
             raise ValueError(f"{name} must hold tokens in 0..{vocab_size - 1}, got {wrong[0]}")
     sampling = Sampling() if sampling is None else sampling
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a Sampling, got {type_name(sampling)}")
+    check_is("sampling", sampling, Sampling)
     seen = None
     if sampling.needs_seen:
         device = next(model.parameters()).device

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_count, check_input, check_int
+from ..checks import check_count, check_input, check_int, check_is
 from ..models.sampling import check_finite
-from ..models.seq2seq import Seq2Seq
+from ..models.seq2seq import Seq2Seq, Seq2SeqConfig
 from ..models.stack import evaluating
 from .search import Beam, Search, check_beams
 
@@ -29,7 +29,7 @@ def translate(
     beams: int = 1,
     length_penalty: float = 0.0,
 ) -> list[list[int]]:
-    """Translate each source: `greedy_translate` with one beam, else `beam_translate`.
+    """Translate each source: `beam_translate`, or `greedy_translate` with one beam and no penalty.
 
     Args:
         model, source, begin, end, source_lengths, max_length: as for `greedy_translate`.
@@ -41,9 +41,10 @@ def translate(
     Raises:
         ValueError, FloatingPointError: as those two.
     """
+    check_beams(beams, length_penalty)
     lengths: dict[str, Any] = {"source_lengths": source_lengths, "max_length": max_length}
     texts = {"begin": begin, "end": end, **lengths}
-    if beams == 1:
+    if beams == 1 and length_penalty == 0:
         return greedy_translate(model, source, **texts)
     beams_of = beam_translate(model, source, beams=beams, length_penalty=length_penalty, **texts)
     return [best[0].tokens for best in beams_of]
@@ -158,6 +159,7 @@ class _Steps:
         *,
         rows: int,
     ) -> None:
+        check_is("model.config", getattr(model, "config", None), Seq2SeqConfig)
         limit = model.config.target_length
         self.count = limit if max_length is None else check_count("max_length", max_length, 1)
         V = model.config.target_vocab_size

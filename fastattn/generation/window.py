@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
+from ..models.fields import check_type
 from ..models.gpt import GPT
 from ..models.sampling import check_finite
 from ..models.stack import evaluating
@@ -49,9 +50,7 @@ class Window:
         max_tokens: int | None = None,
         past_context: PastContext = "restart",
     ) -> None:
-        if past_context not in get_args(PastContext):
-            choices = " or ".join(map(repr, get_args(PastContext)))
-            raise ValueError(f"past_context must be {choices}, got {past_context!r}")
+        check_type("past_context", past_context, PastContext)
         self.model, self.context = model, model.config.context_length
         slots = self.context if max_tokens is None else max(1, min(max_tokens, self.context))
         self.caches = model.new_cache(batch_size, slots)

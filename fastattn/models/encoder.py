@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .model_config import TextConfig, check_positive_int
+from ..checks import check_count, check_is
+from .model_config import TextConfig
 from .stack import TokenStack, check_targets, check_tokens, scored, token_logits
 
 
@@ -26,7 +27,7 @@ class EncoderConfig(TextConfig):
     Presets: "bert-base" (Devlin et al. 2018, arXiv 1810.04805; without its segments and pooler).
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -55,6 +56,7 @@ class Encoder(TokenStack):
     config: EncoderConfig
 
     def __init__(self, config: EncoderConfig) -> None:
+        check_is("config", config, EncoderConfig)
         super().__init__(config, config.vocab_size, config.context_length, causal=False)
         self.initialise_weights()
 
@@ -131,8 +133,7 @@ class Tagger(_Scoring):
 
     def __init__(self, config: EncoderConfig, num_tags: int) -> None:
         super().__init__()
-        check_positive_int("num_tags", num_tags)
-        self.config, self.num_tags = config, num_tags
+        self.config, self.num_tags = config, check_count("num_tags", num_tags, 1)
         self.encoder = Encoder(config)
         self.head = nn.Linear(config.embed_dim, num_tags)
         nn.init.normal_(self.head.weight, std=0.02)

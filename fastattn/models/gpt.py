@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..cache.latent import LatentQuantize, PagedLatentCache
 from ..cache.paged import PagedKVCache
-from ..checks import check_count, check_tensor
+from ..checks import check_count, check_is, check_tensor
 from ..modules.self_attention import LayerCache
 from ..modules.sharded import factory_options
 from . import stack
@@ -37,7 +37,7 @@ class GPTConfig(TextConfig):
     al. 2024, arXiv 2401.02385: Llama's layers, 1.1 billion parameters).
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     head_bias: bool = field(default=False, kw_only=True)
@@ -82,6 +82,7 @@ class GPT(DecoderStack):
     length_field = "context_length"
 
     def __init__(self, config: GPTConfig) -> None:
+        check_is("config", config, GPTConfig)
         super().__init__(config, config.vocab_size, config.context_length)
         untied = not config.tie_weights
         self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False) if untied else None

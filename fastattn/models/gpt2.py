@@ -7,13 +7,13 @@ names. Unsupported features raise.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .fields import check_type
 from .gpt import GPTConfig
 
 _EMBEDDINGS = ("wte", "wpe")
@@ -36,12 +36,27 @@ _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh"),
     **{"gelu": "gelu", "relu": "relu"},
 }
+# Names of fields there and here, and Hugging Face's defaults of those that a file may lack.
+_SIZES = {"vocab_size": "vocab_size", "n_layer": "num_layers", "n_head": "num_heads"}
+_SIZES["n_embd"] = "embed_dim"
+_HF_FIELDS = {
+    **_SIZES,
+    **{"n_positions": "context_length", "n_inner": "hidden_dim", "resid_pdrop": "dropout"},
+    **{"attn_pdrop": "attention_dropout", "tie_word_embeddings": "tie_weights"},
+    "layer_norm_epsilon": "norm_eps",
+}
+_HF_DEFAULTS = {
+    **{"n_inner": None, "activation_function": "gelu_new", "tie_word_embeddings": True},
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
+    "layer_norm_epsilon": 1e-5,
+}
+_NANOGPT_FIELDS = {
+    **_SIZES,
+    **{"block_size": "context_length", "dropout": "dropout", "bias": "bias"},
+}
 # Fields of `GPTConfig` that GPT-2 has too, or that do not change the result.
 _CONVERTED = {
-    *("vocab_size", "context_length", "num_layers", "num_heads", "num_kv_heads", "embed_dim"),
-    *("hidden_dim", "activation", "dropout", "attention_dropout", "bias", "tie_weights"),
-    *("positions", "rotary_style", "rotary_base", "relative_distance", "relative_table"),
-    "label_smoothing",
+    *(*_HF_FIELDS.values(), "num_kv_heads", "activation", "bias", "positions", "label_smoothing"),
 }
 # Fields of a Hugging Face configuration and the only values that GPT computes.
 _REQUIRED = {
@@ -49,20 +64,6 @@ _REQUIRED = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
-    "layer_norm_epsilon": 1e-5,
-}
-# Types of the fields; counts must be at least 1.
-_HF_TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("vocab_size", "n_positions", "n_layer", "n_head", "n_embd"), int),
-    "n_inner": int | None,
-    "activation_function": str,
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), float),
-    "tie_word_embeddings": bool,
-}
-_NANOGPT_TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("vocab_size", "block_size", "n_layer", "n_head", "n_embd"), int),
-    "dropout": float,
-    "bias": bool,
 }
 
 
@@ -80,34 +81,17 @@ def config_from_hf(fields: Mapping[str, Any]) -> GPTConfig:
     for name, value in _REQUIRED.items():
         if fields.get(name, value) != value:
             raise UnsupportedModelError(f"{name} must be {value!r}, got {fields[name]!r}")
-    _check_types(fields, _HF_TYPES)
-    activation = _ACTIVATIONS.get(fields.get("activation_function", "gelu_new"))
-    if activation is None:
+    fields = {**_HF_DEFAULTS, **fields}
+    name = fields["activation_function"]
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         choices = ", ".join(_ACTIVATIONS)
-        raise UnsupportedModelError(
-            f"activation_function must be one of {choices}, got {fields['activation_function']!r}"
-        )
-    dropouts = fields.get("resid_pdrop", 0.1), fields.get("embd_pdrop", 0.1)
+        raise UnsupportedModelError(f"activation_function must be one of {choices}, got {name!r}")
+    dropouts = fields["resid_pdrop"], fields["embd_pdrop"]
     if dropouts[0] != dropouts[1]:
         raise UnsupportedModelError(
             f"resid_pdrop and embd_pdrop must be equal, got {dropouts[0]} and {dropouts[1]}"
         )
-    try:
-        return GPTConfig(
-            vocab_size=fields["vocab_size"],
-            context_length=fields["n_positions"],
-            num_layers=fields["n_layer"],
-            num_heads=fields["n_head"],
-            embed_dim=fields["n_embd"],
-            hidden_dim=fields.get("n_inner"),
-            activation=activation,  # type: ignore[arg-type]
-            dropout=dropouts[0],
-            attention_dropout=fields.get("attn_pdrop", 0.1),
-            bias=True,
-            tie_weights=fields.get("tie_word_embeddings", True),
-        )
-    except KeyError as error:
-        raise ValueError(f"the configuration has no field {error}") from None
+    return _config(fields, _HF_FIELDS, activation=_ACTIVATIONS[name], bias=True)
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
@@ -129,17 +113,9 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     return {
         **_REQUIRED,
         "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": config.vocab_size,
-        "n_positions": config.context_length,
-        "n_layer": config.num_layers,
-        "n_head": config.num_heads,
-        "n_embd": config.embed_dim,
-        "n_inner": config.hidden_dim,
+        **{theirs: getattr(config, ours) for theirs, ours in _HF_FIELDS.items()},
         "activation_function": activation[config.activation],
-        "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
-        "attn_pdrop": config.attention_dropout,
-        "tie_word_embeddings": config.tie_weights,
         # Ids of GPT-2's tokenizer may not exist in this vocabulary.
         "bos_token_id": None,
         "eos_token_id": None,
@@ -181,20 +157,8 @@ def _of_module(weights: Mapping[str, Tensor], name: str, kind: str) -> Tensor | 
 
 def config_from_nanogpt(fields: Mapping[str, Any]) -> GPTConfig:
     """Make a `GPTConfig` from nanoGPT's `model_args`; ValueError for a wrong field."""
-    _check_types(fields, _NANOGPT_TYPES)
-    try:
-        return GPTConfig(
-            vocab_size=fields["vocab_size"],
-            context_length=fields["block_size"],
-            num_layers=fields["n_layer"],
-            num_heads=fields["n_head"],
-            embed_dim=fields["n_embd"],
-            dropout=fields.get("dropout", 0.0),
-            attention_dropout=fields.get("dropout", 0.0),
-            bias=fields["bias"],
-        )
-    except KeyError as error:
-        raise ValueError(f"model_args has no field {error}") from None
+    fields = {"dropout": 0.0, **fields}
+    return _config(fields, _NANOGPT_FIELDS, attention_dropout=fields["dropout"])
 
 
 def weights_from_nanogpt(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
@@ -203,19 +167,16 @@ def weights_from_nanogpt(weights: Mapping[str, Tensor], config: GPTConfig) -> di
     return _renamed(plain, config, transposed=False)
 
 
-def _check_types(fields: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    for name, kind in kinds.items():
-        if name not in fields:
-            continue
-        value = fields[name]
-        check_type(name, value, kind)
-        if kind in (int, int | None) and value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-        if kind is float and not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value}")
-    width, heads = fields.get("n_embd", 0), fields.get("n_head", 1)
-    if width % heads:
-        raise ValueError(f"n_embd must be a multiple of n_head={heads}, got {width}")
+def _config(fields: Mapping[str, Any], names: Mapping[str, str], **others: Any) -> GPTConfig:
+    """Make a configuration from fields by their names there, which errors have too."""
+    if missing := sorted(set(names) - set(fields)):
+        raise ValueError(f"there is no field {missing[0]!r}")
+    try:
+        return GPTConfig(**{ours: fields[theirs] for theirs, ours in names.items()}, **others)
+    except ValueError as error:
+        there = {ours: theirs for theirs, ours in names.items()}
+        said = re.sub(r"\w+", lambda word: there.get(word[0], word[0]), str(error))
+        raise ValueError(said) from None
 
 
 def _modules(config: GPTConfig) -> Iterator[tuple[str, str]]:

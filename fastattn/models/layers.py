@@ -15,6 +15,7 @@ from ..modules.fused_weights import Fused, SeparateProjections
 from ..modules.latent_attention import MultiheadLatentAttention
 from ..modules.options import SelfOptions, SharedOptions, table
 from ..modules.self_attention import GQAttention, LayerCache
+from .fields import check_type
 from .model_config import GATED, Activation, Norm, Order, TransformerConfig
 from .positions import RelativeContent, RelativeScalar, RelativeTransformerXL
 
@@ -103,6 +104,7 @@ class MLP(SeparateProjections):
         activation: Activation = "gelu",
     ) -> None:
         super().__init__()
+        check_type("activation", activation, Activation)
         self.gated = activation in GATED
         if hidden_dim is None:
             hidden_dim = 8 * embed_dim // 3 if self.gated else 4 * embed_dim
@@ -133,6 +135,7 @@ def make_norm(kind: Norm, width: int, *, eps: float = 1e-5, bias: bool = False) 
         eps: of the formula.
         bias: give a layer norm a bias.
     """
+    check_type("norm", kind, Norm)
     if kind == "rmsnorm":
         return nn.RMSNorm(width, eps=eps)
     return nn.LayerNorm(width, eps=eps, bias=bias)
@@ -176,6 +179,7 @@ class Block(nn.Module):
         def make() -> nn.Module:
             return make_norm(norm, embed_dim, eps=norm_eps, bias=bias)
 
+        check_type("order", order, Order)
         parallel = order == "parallel"
         self.order = order
         self.attention_norm = make()

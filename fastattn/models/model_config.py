@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .. import checks
 from ..modules.options import OutputGate, Scoring, SharedOptions, excluded, passed_as, table
 from ..rotary import RotaryStyle
-from .fields import from_fields
+from .fields import check_fields, from_fields
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,7 +25,12 @@ Sparse = Literal["alternate", "merge"]
 Table = Literal["trained", "sinusoidal"]
 
 # Positions with relative terms; only these support terms on the values.
-RELATIVE = ("scalar", "content", "transformer_xl")
+RELATIVE: tuple[Positions, ...] = ("scalar", "content", "transformer_xl")
+# Fields that only some positions have.
+_OF_POSITIONS: Mapping[str, tuple[Positions, ...]] = {
+    **dict.fromkeys(("rotary_style", "rotary_base"), ("rotary",)),
+    **dict.fromkeys(("relative_distance", "relative_table", "relative_values"), RELATIVE),
+}
 # Gated activations, with three matrices in place of two.
 GATED = ("geglu", "swiglu")
 
@@ -89,7 +94,7 @@ class TransformerConfig:
             2016, arXiv 1512.00567).
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -130,19 +135,11 @@ class TransformerConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, checks.as_python(getattr(self, field.name)))
-        counts = ["num_layers", "num_heads", "embed_dim", "relative_distance"]
-        optional = (
-            "num_kv_heads", "v_head_dim", "kv_latent_dim", "window", "stride", "hidden_dim"
-        )  # fmt: skip
-        for name in counts + [name for name in optional if getattr(self, name) is not None]:
-            check_positive_int(name, getattr(self, name))
-        for name, kind in _CHOICES.items():
-            value, choices = getattr(self, name), get_args(kind)
-            if value not in choices and not (name in ("sparse", "output_gate") and value is None):
-                *most, last = map(repr, choices)
-                raise ValueError(f"{name} must be {', '.join(most)} or {last}, got {value!r}")
+            value = getattr(self, field.name)
+            if field.type in ("int", "int | None") and field.name != "keep_first":
+                checks.check_count(field.name, 1 if value is None else value, 1)
         self._check_heads()
         for name in ("rotary_base", "norm_eps"):
             if not getattr(self, name) > 0:
@@ -208,12 +205,12 @@ class TransformerConfig:
             )
 
     def _check_terms(self) -> None:
-        """Raise ValueError for options without support for relative values or additive scores."""
-        if self.relative_values and self.positions not in RELATIVE:
-            raise ValueError(
-                f"relative_values needs positions to be one of {', '.join(RELATIVE)}, "
-                f"got {self.positions!r}"
-            )
+        """Raise ValueError for options that the positions, relative values or scores lack."""
+        for name, needed in _OF_POSITIONS.items():
+            value = getattr(self, name)
+            if value != getattr(TransformerConfig, name) and self.positions not in needed:
+                choices = " or ".join(map(repr, needed))
+                raise ValueError(f"{name}={value!r} needs positions={choices}")
         if self.relative_values:
             for name, value in excluded("values", vars(self)):
                 raise ValueError(f"{name} is not supported with relative_values, got {value}")
@@ -280,27 +277,3 @@ class TextConfig(TransformerConfig):
 
     vocab_size: int
     context_length: int = 64
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_length"):
-            check_positive_int(name, getattr(self, name))
-        super().__post_init__()
-
-
-_CHOICES: Mapping[str, Any] = {
-    "positions": Positions,
-    "rotary_style": RotaryStyle,
-    "relative_table": Table,
-    "sparse": Sparse,
-    "scoring": Scoring,
-    "output_gate": OutputGate,
-    "block": Order,
-    "norm": Norm,
-    "activation": Activation,
-}
-
-
-def check_positive_int(name: str, value: object) -> None:
-    value = checks.as_python(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")

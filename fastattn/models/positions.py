@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..modules.relative import RelativeTerms
 from ..modules.sharded import factory_options, local_part, plain_weight
+from .fields import check_type
 from .model_config import Table
 
 # Standard deviation of tables, u and v, as GPT-2's embeddings.
@@ -110,8 +111,7 @@ class DistanceVectors(nn.Module):
     ) -> None:
         super().__init__()
         max_distance = checks.check_count("max_distance", max_distance, 1)
-        if table not in ("trained", "sinusoidal"):
-            raise ValueError(f"table must be 'trained' or 'sinusoidal', got {table!r}")
+        check_type("table", table, Table)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.max_distance = max_distance
         if table == "trained":

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..cache.dense import KVCache
+from ..checks import check_is
 from ..modules.cross_attention import CrossGQAttention, ProjectedMemory
 from ..modules.self_attention import LayerCache
 from . import stack
 from .layers import Block
-from .model_config import TransformerConfig, check_positive_int
+from .model_config import TransformerConfig
 from .stack import DecoderStack, TokenStack
 
 
@@ -38,7 +39,7 @@ class Seq2SeqConfig(TransformerConfig):
     37000 pairs of bytes).
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -68,9 +69,6 @@ class Seq2SeqConfig(TransformerConfig):
     share_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        names = ["source_vocab_size", "target_vocab_size", "source_length", "target_length"]
-        for name in names + ["num_decoder_layers"] * (self.num_decoder_layers is not None):
-            check_positive_int(name, getattr(self, name))
         super().__post_init__()
         if self.share_embeddings and self.source_vocab_size != self.target_vocab_size:
             raise ValueError(
@@ -143,6 +141,7 @@ class Seq2Seq(nn.Module):
     """
 
     def __init__(self, config: Seq2SeqConfig) -> None:
+        check_is("config", config, Seq2SeqConfig)
         super().__init__()
         self.config = config
         self.encoder = _Encoder(config)

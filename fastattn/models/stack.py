@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import tracing
 from ..cache.dense import KVCache
-from ..checks import check_input, type_name
+from ..checks import check_count, check_input, kind, type_name
 from ..functional.sharded import is_dtensor
 from ..modules.checks import check_layer_cache
 from ..modules.cross_attention import ProjectedMemory
@@ -214,7 +214,7 @@ class DecoderStack(TokenStack):
         Raises:
             ValueError: max_length exceeds the learned positions.
         """
-        max_length = self.length if max_length is None else max_length
+        max_length = self.length if max_length is None else check_count("max_length", max_length, 1)
         if isinstance(self.position_embedding, LearnedPositions) and max_length > self.length:
             raise ValueError(
                 f"max_length must be at most {self.length_field}={self.length} with learned "
@@ -242,8 +242,8 @@ def check_targets(targets: Tensor | None, name: str, tokens: Tensor) -> None:
     """Check that targets are int64, with the shape of the tokens, named `name`."""
     if targets is None:
         return
-    if targets.dtype != torch.int64:
-        raise TypeError(f"targets must be int64, got {targets.dtype}")
+    if kind(targets) != torch.int64:
+        raise TypeError(f"targets must be int64, got {kind(targets)}")
     if targets.shape != tokens.shape:
         raise ValueError(
             f"targets must have {name}' shape {tuple(tokens.shape)}, got {tuple(targets.shape)}"

@@ -243,13 +243,18 @@ class MultiheadLatentAttention(nn.Module):
         self, q_nope: Tensor, q_rope: Tensor | None, kv: Tensor, **options: Any
     ) -> Tensor:
         """o [B, H, T, V] from keys and values of all heads with a shared rotary key."""
-        c, k_rope = kv[:, 0, :, : self.kv_latent_dim], kv[..., self.kv_latent_dim :]
-        heads = self.kv_b_proj(c).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-        k_nope, v = heads.split((self.nope_dim, self.v_head_dim), -1)
-        second = {} if q_rope is None else {"query2": q_rope, "key2": k_rope}
-        every: Any = {**second, **self._options(), **options}
+        k_nope, v = self._heads(kv)
+        second = {} if q_rope is None else {"query2": q_rope, "key2": kv[..., self.kv_latent_dim :]}
+        every: Any = {**second, **self.attention_options(), **options}
         o: Tensor = attention(q_nope, k_nope, v, **every)
         return o
+
+    def _heads(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """k_nope [B, H, T, P] and v [B, H, T, V] from the latents of `_projected`."""
+        c = kv[:, 0, :, : self.kv_latent_dim]
+        heads = self.kv_b_proj(c).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        k_nope, v = heads.split((self.nope_dim, self.v_head_dim), -1)
+        return k_nope, v
 
     def _absorbed(
         self, q_nope: Tensor, q_rope: Tensor | None, cache: LatentCache, counts: Tensor | None
@@ -266,12 +271,25 @@ class MultiheadLatentAttention(nn.Module):
             q = torch.cat((q, q_rope), -1)
         attend: Any = getattr(cache, "attend", None)
         if attend is not None:
-            o: Tensor = attend(q, **self._options())
+            o: Tensor = attend(q, **self.attention_options())
         else:
-            o = decode_attention(q, cache, new_lengths=counts, **self._options())
+            o = decode_attention(q, cache, new_lengths=counts, **self.attention_options())
         return o @ of_values.mT
 
-    def _options(self) -> dict[str, Any]:
+    def queries_keys(
+        self, x: Tensor, rotary_tables: RotaryTables | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute queries and keys [B, H, T, P + R] of x, as `forward` does without a cache."""
+        tables = module_checks.checked_tables(x, None, rotary_tables, self.rope_dim or None)
+        q, q_rope, kv = self._projected(x, self._tables(x, None, tables, None))
+        k = self._heads(kv)[0]
+        if q_rope is None:
+            return q, k
+        k_rope = kv[..., self.kv_latent_dim :].expand(*k.shape[:3], -1)
+        return torch.cat((q, q_rope), -1), torch.cat((k, k_rope), -1)
+
+    def attention_options(self) -> dict[str, Any]:
+        """The layer's options of `fastattn.attention`, the same in every call."""
         window = self.window
         if isinstance(window, int):
             window = (window - 1, None if self.causal else window - 1)

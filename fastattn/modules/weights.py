@@ -10,6 +10,7 @@ from ..functional.statistics import attention_weights
 from ..rotary import RotaryTables
 from .checks import check_unprojected, checked_tables
 from .cross_attention import CrossGQAttention, ProjectedMemory
+from .latent_attention import MultiheadLatentAttention
 from .relative import relative_terms
 from .self_attention import GQAttention
 from .sharded import local_part
@@ -80,6 +81,19 @@ def cross_attention_weights(
         return _additive_weights(q, memory.k, local_part(layer.score_vector), layer.backend, masks)
     masks |= layer.score_options()
     return attention_weights(q, memory.k, backend=layer.backend, **masks)
+
+
+@torch.no_grad()
+def latent_attention_weights(
+    layer: MultiheadLatentAttention,
+    x: Tensor,
+    *,
+    rotary_tables: RotaryTables | None = None,
+    **masks: Any,
+) -> Tensor:
+    """Attention weights of `layer(x, ...)`, as `self_attention_weights`: [B, H, T, T]."""
+    q, k = layer.queries_keys(x, rotary_tables)
+    return attention_weights(q, k, **layer.attention_options(), **masks)
 
 
 def _additive_weights(

@@ -94,10 +94,11 @@ def _over_slots(
     v = v.as_strided((B, H_k, T, v.shape[3]), v.stride())
     if T > 0:
         # Query heads of one key head as its queries: torch would copy keys for each.
-        inputs = (q if H_q == H_k else q.reshape(B, H_k, H_q // H_k, D), k, v)
-        if cpu_kernel.in_fp32(*inputs):
-            inputs = tuple(x.float() for x in inputs)
-        o = scaled_dot_product_attention(*inputs, scale=scale).to(q.dtype)
+        queries = q if H_q == H_k else q.reshape(B, H_k, H_q // H_k, D)
+        keys, values = k, v
+        if cpu_kernel.in_fp32(queries, k):
+            queries, keys, values = queries.float(), k.float(), v.float()
+        o = scaled_dot_product_attention(queries, keys, values, scale=scale).to(q.dtype)
         o = o if H_q == H_k else o.reshape(B, H_q, 1, -1)
         if T >= cpu_kernel.WIDEST_VECTOR or torch.count_nonzero(o).item() == o.numel():
             return o

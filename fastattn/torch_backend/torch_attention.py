@@ -194,8 +194,8 @@ def _fused(
     if q.dtype != torch.float32 and tracing.host_knows(q) and cpu_kernel.in_fp32(q, k, v, shown):
         if shown is not None and shown.is_floating_point():
             shown = shown.float()
-        wide = (x.float() for x in (q, k, v))
-        return _fused(*wide, options, shown, is_causal=is_causal, gqa=gqa).to(q.dtype)
+        flags: dict[str, Any] = {"is_causal": is_causal, "gqa": gqa}
+        return _fused(q.float(), k.float(), v.float(), options, shown, **flags).to(q.dtype)
     if is_causal and shown is not None:
         o, _, _ = cpu_kernel.attention(q, k, v, shown, None, True, options)
     else:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..files.replace import replacing
 from ..missing import import_extra
 from ..models import gpt2
 from ..models.fields import check_type
@@ -27,14 +28,13 @@ from .checkpoint import (
     save_checkpoint,
 )
 from .data.text import read_text_file
-from .tokenizers import CharacterTokenizer, Tokenizer, byte_level_bpe, load_tokenizer
+from .tokenizers import CharacterTokenizer, Tokenizer, load_tokenizer
 from .tokenizers.backend import BackendTokenizer
 
 _CONFIG = "config.json"
 _WEIGHTS, _SHARDS = "model.safetensors", "model.safetensors.index.json"
 # Hugging Face has no character tokenizer, so it gets a file of its own.
 _CHARACTERS, _TOKENIZER = "characters.json", "tokenizer.json"
-_VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 
 
 def import_hf(
@@ -61,7 +61,8 @@ def import_hf(
     path = folder / _CONFIG
     with _naming(path):
         config = gpt2.config_from_hf(_read_json(path))
-    vocabulary = _tokenizer_of(folder) if tokenizer is None else load_tokenizer(tokenizer)
+    own = folder / _CHARACTERS
+    vocabulary = load_tokenizer(tokenizer or (own if own.exists() else folder))
     with _naming(folder):
         weights = gpt2.weights_from_hf(_read_weights(folder), config)
     return _save(config, weights, vocabulary, out_dir, folder, "Hugging Face folder")
@@ -81,7 +82,8 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
         folder.
 
     Raises:
-        CheckpointError: the checkpoint is unreadable, or `folder` is not empty.
+        CheckpointError: the checkpoint is unreadable, or `folder` is not empty or cannot be
+            written.
         UnsupportedModelError: the model has a feature that GPT-2 lacks.
     """
     folder = Path(folder)
@@ -94,17 +96,19 @@ def export_hf(path: str | Path, folder: str | Path) -> Path:
     checkpoint.check()
     fields = gpt2.config_to_hf(config)
     weights = gpt2.weights_to_hf(checkpoint.model, config)
-    folder.mkdir(parents=True, exist_ok=True)
-    torch_format = import_extra("safetensors.torch", "a checkpoint")
-    torch_format.save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
-    if isinstance(checkpoint.tokenizer, BackendTokenizer):
-        checkpoint.tokenizer.save(folder / _TOKENIZER)
-        _write_json(
-            folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}
-        )
-    else:
-        checkpoint.tokenizer.save(folder / _CHARACTERS)
-    _write_json(folder / _CONFIG, fields)
+    content = import_extra("safetensors.torch", "a checkpoint").save(weights, {"format": "pt"})
+    foreign = isinstance(checkpoint.tokenizer, BackendTokenizer)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with replacing(folder / _WEIGHTS, "wb") as file:
+            file.write(content)
+        checkpoint.tokenizer.save(folder / (_TOKENIZER if foreign else _CHARACTERS))
+        if foreign:
+            kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            _write_json(folder / "tokenizer_config.json", kind)
+        _write_json(folder / _CONFIG, fields)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {error.strerror}") from None
     return folder
 
 
@@ -203,17 +207,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise CheckpointError(f"{path} holds no fields")
     return fields
-
-
-def _tokenizer_of(folder: Path) -> Tokenizer:
-    for name in (_CHARACTERS, _TOKENIZER):
-        if (folder / name).exists():
-            return load_tokenizer(folder / name)
-    if (folder / _VOCABULARY).exists() and (folder / _MERGES).exists():
-        return byte_level_bpe(folder / _VOCABULARY, folder / _MERGES)
-    raise CheckpointError(
-        f"{folder} has no tokenizer: neither {_TOKENIZER} nor {_VOCABULARY} with {_MERGES}"
-    )
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -15,8 +15,13 @@ from torch import Tensor, nn
 from ..files.replace import replacing
 from ..missing import import_extra
 from ..modules.cross_attention import CrossGQAttention
+from ..modules.latent_attention import MultiheadLatentAttention
 from ..modules.self_attention import GQAttention
-from ..modules.weights import cross_attention_weights, self_attention_weights
+from ..modules.weights import (
+    cross_attention_weights,
+    latent_attention_weights,
+    self_attention_weights,
+)
 from .checkpoint import Trained
 from .data.tagged_text import split_words
 from .data.text import DataError
@@ -103,7 +108,8 @@ def _record(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[tuple[str, 
     calls: list[tuple[str, Tensor]] = []
     names = {layer: name for name, layer in model.named_modules()}
     kinds: dict[type[nn.Module], Callable[..., Tensor]] = {
-        GQAttention: self_attention_weights, CrossGQAttention: cross_attention_weights
+        GQAttention: self_attention_weights, CrossGQAttention: cross_attention_weights,
+        MultiheadLatentAttention: latent_attention_weights,
     }  # fmt: skip
 
     def hear(layer: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -111,7 +117,7 @@ def _record(model: nn.Module, rows: Sequence[Sequence[int]]) -> list[tuple[str, 
         weigh = next(weigh for kind, weigh in kinds.items() if isinstance(layer, kind))
         calls.append((names[layer], weigh(layer, *args, **keywords)[0].float().cpu()))
 
-    layers = [x for x in model.modules() if isinstance(x, GQAttention | CrossGQAttention)]
+    layers = [x for x in model.modules() if isinstance(x, tuple(kinds))]
     hooks = [layer.register_forward_pre_hook(hear, with_kwargs=True) for layer in layers]
     device = next(model.parameters()).device
     try:

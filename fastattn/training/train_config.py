@@ -6,9 +6,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..models.fields import from_fields
+from ..models.fields import check_fields, from_fields
 
 # Without torch at import: the command's --help reads this file.
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ def setting(
     *,
     flag: str = "",
     check: Check | None = None,
-    choices: tuple[str, ...] = (),
     path: str = "",
 ) -> Any:
     """Make a field of a configuration that `fastattn train` has an option for.
@@ -36,10 +35,9 @@ def setting(
         help: the text of --help, without the default.
         flag: the option; "" = the field's name.
         check: what a value must be, and whether it is; None passes unchecked.
-        choices: the values of a text.
         path: "FILE" or "DIR", of paths that the command makes absolute.
     """
-    metadata = {"help": help, "flag": flag, "check": check, "choices": choices, "path": path}
+    metadata = {"help": help, "flag": flag, "check": check, "path": path}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -47,13 +45,11 @@ def check_settings(config: Any) -> None:
     """Check a configuration's fields.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: one is of a wrong type or out of range.
     """
+    check_fields(config)
     for field in dataclasses.fields(config):
         value, check = getattr(config, field.name), field.metadata["check"]
-        choices = field.metadata["choices"]
-        if choices and value is not None and value not in choices:
-            raise ValueError(f"{field.name} must be one of {', '.join(choices)}, got {value!r}")
         if check and value is not None and not check[1](value):
             raise ValueError(f"{field.name} must be {check[0]}, got {value}")
 
@@ -65,7 +61,7 @@ class TrainConfig:
     `fastattn train --help` lists them. Weights are float32 in every dtype.
 
     Raises:
-        ValueError: a field is out of range, or fields disagree.
+        ValueError: a field is of a wrong type or out of range, or fields disagree.
     """
 
     steps: int = setting(2000, "optimizer steps", check=_COUNT)
@@ -113,10 +109,8 @@ class TrainConfig:
         check=("in [0, 2**63)", lambda x: 0 <= x < 2**63),
     )
     device: str = setting("auto", "auto (a GPU, if there is one), cpu, cuda or cuda:<index>")
-    dtype: str = setting(
-        "auto",
-        "dtype of activations: auto is bfloat16 on a GPU that has it, else float32",
-        choices=("auto", "float32", "bfloat16", "float16"),
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", "dtype of activations: auto is bfloat16 on a GPU that has it, else float32"
     )
     compile: bool = setting(False, "use torch.compile")
     activation_checkpointing: bool = setting(False, "recompute layers in the backward pass")
@@ -195,11 +189,10 @@ class DataConfig:
     start_from: str | None = setting(
         None, "tagging: start from the encoder and tokenizer of a masked run", path="DIR"
     )
-    pairs: str | None = setting(
+    pairs: Literal["names", "dates"] | None = setting(
         None,
         "translation without --text: docstrings to function names (names, the default), or "
         "dates to words",
-        choices=("names", "dates"),
     )
     truncate: bool = setting(False, "translation: cut texts that are too long, instead of an error")
 

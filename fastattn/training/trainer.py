@@ -15,7 +15,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..checks import check_is
 from ..missing import import_extra
+from ..models.model_config import TransformerConfig
 from ..models.stack import evaluating
 from . import metrics
 from .checkpoint import (
@@ -29,6 +31,7 @@ from .checkpoint import (
 )
 from .data.text import TextDataset
 from .ranks import Ranks, full_state, load_full_state
+from .tasks.kinds import KINDS
 from .tasks.task import Batch, LanguageTask, Task
 from .tokenizers import Tokenizer
 from .train_config import TrainConfig, resolve_dtype
@@ -83,7 +86,8 @@ class Trainer:
         ranks: the process group, from `ranks.started`.
 
     Raises:
-        ValueError: config does not suit the device or the ranks.
+        TypeError: data, config or the model's configuration has a different class.
+        ValueError: there is no such kind, or config does not suit the device or the ranks.
         CheckpointError: resume_from has another model, or the tokenizer has ids past the model's.
     """
 
@@ -103,6 +107,12 @@ class Trainer:
     ) -> None:
         self.model_config = cast(Any, model.config)
         check_tokenizer(tokenizer, self.model_config, "the run")
+        check_is("data", data, TextDataset, Task)
+        check_is("config", config, TrainConfig)
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        if isinstance(self.model_config, TransformerConfig):
+            check_is(f"model.config of kind {kind!r}", self.model_config, KINDS[kind].config)
         if isinstance(data, TextDataset):
             data = LanguageTask(data, self.model_config.context_length)
         self.model, self.task, self.tokenizer, self.config = model, data, tokenizer, config

@@ -28,7 +28,7 @@ def generated(capsys, run, *options) -> tuple[str, str]:
 
 
 def test_several_prompts_get_what_they_get_alone(finished_run, capsys, tmp_path):
-    (tmp_path / "prompts.txt").write_text("class \n\na\n")
+    (tmp_path / "prompts.txt").write_bytes(b"\xef\xbb\xbfclass \r\n\ra\n")
     prompts = ["def ", "class ", "", "a"]
     options = ["--seed", 5, "--min-p", 0.02, "--repetition-penalty", 1.1]
     given = ["--prompt", "def ", "--prompts-file", tmp_path / "prompts.txt"]
@@ -98,9 +98,10 @@ def test_ctrl_c_ends_generation(finished_run, capsys, monkeypatch):
         ("--beams 2 --cuda-graph", "searches for the most likely text: leave out --cuda-graph"),
         ("--beams 2 --past-context crop", "for the most likely text: leave out --past-context"),
         ("--length-penalty 1", "--length-penalty needs --beams"),
+        ("--greedy --top-k 3", "--greedy takes the most likely token: leave out --top-k"),
         ("--cuda-graph", "cuda_graph needs a model on a CUDA device, got one on cpu"),
-        ("--prompts-file absent", "cannot read prompts file absent: No such file or directory"),
-        ("--prompts-file /dev/null", "prompts file /dev/null is empty"),
+        ("--prompts-file absent", "cannot read text file absent: No such file or directory"),
+        ("--prompts-file /dev/null", "text file /dev/null is empty"),
     ],
 )
 def test_an_unusable_request_for_text_is_named(options, message, finished_run, error_line):
@@ -113,7 +114,7 @@ def test_unusable_prompts_and_stops_are_named(finished_run, tmp_path, error_line
     path.write_bytes(b"abc\xff")
     command = ["generate", "--checkpoint", finished_run, "--device", "cpu"]
     line = error_line(*command, "--prompts-file", path)
-    assert f"prompts file {path} is not UTF-8 text" in line
+    assert f"text file {path} is not UTF-8: byte 0xff" in line
     path.write_text("a\fa\n")
     assert "'\\x0c'" in error_line(*command, "--prompts-file", path), "one line, one prompt"
     for more in ([], ["--beams", "2"]):

@@ -113,13 +113,15 @@ def test_one_new_token_is_decoded(way, monkeypatch):
     torch.testing.assert_close(actual, wanted)
 
 
-def test_one_new_token_over_other_memory_is_not_decoded(attention_calls):
+def test_one_new_token_over_other_memory_or_by_torch_is_not_decoded(attention_calls, monkeypatch):
     q, k, v = heads(1, 9)
     wide = k.transpose(1, 2).contiguous().transpose(1, 2)
     with torch.no_grad():
         hf_attention.attention_forward(layer(), q, wide, v, None)
         hf_attention.attention_forward(layer(), q, k, v, None, dropout=0.5)
-    assert len(attention_calls) == 2
+        monkeypatch.setattr(hf_attention, "interpreting", lambda: False)
+        hf_attention.attention_forward(layer(), q.cpu(), k.cpu(), v.cpu(), None)
+    assert len(attention_calls) == 3
 
 
 def test_what_is_refused():

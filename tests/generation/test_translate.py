@@ -55,10 +55,11 @@ def without_end(tokens: tuple[int, ...]) -> list[int]:
 def test_wide_beams_find_the_best_of_all_targets(options):
     model = make_model(**options)
     totals = [log_probabilities(model, row) for row in range(3)]
-    for penalty in (0.0, 3.0):
-        actual = beam_translate(model, SOURCE, beams=V**2, length_penalty=penalty, **CALL)
-        texts = translate(model, SOURCE, beams=V**2, length_penalty=penalty, **CALL)
-        assert texts == [beams[0].tokens for beams in actual]
+    for penalty in (0.0, 9.0):
+        for width in (1, V**2):
+            actual = beam_translate(model, SOURCE, beams=width, length_penalty=penalty, **CALL)
+            texts = translate(model, SOURCE, beams=width, length_penalty=penalty, **CALL)
+            assert texts == [beams[0].tokens for beams in actual]
         for beams, total in zip(actual, totals, strict=True):
             scores = {t: total[t] / ((5 + len(t)) / 6) ** penalty for t in total}
             best = sorted(scores, key=lambda tokens: -scores[tokens])[: len(beams)]

@@ -7,7 +7,7 @@ import torch
 from refusals import rows_of, served
 
 import fastattn
-from fastattn.models import encoder, gpt, sampling, seq2seq, tensor_parallel
+from fastattn.models import encoder, gpt, layers, sampling, seq2seq, tensor_parallel
 
 pytestmark = pytest.mark.usefixtures("one_thread", "on_torch")
 
@@ -28,7 +28,7 @@ def latent(**change: Any) -> gpt.GPTConfig:
 
 LATENT = gpt.GPT(latent())
 NAMES = vars(fastattn) | vars(encoder) | vars(gpt) | vars(seq2seq) | vars(sampling)
-NAMES |= vars(tensor_parallel) | globals()
+NAMES |= vars(tensor_parallel) | vars(layers) | globals()
 
 
 @pytest.mark.parametrize("name", ROWS)

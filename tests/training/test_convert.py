@@ -1,6 +1,8 @@
 """GPT-2 and nanoGPT checkpoints: the same logits on both sides, in and out."""
 
 import pickle
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +23,12 @@ from fastattn.training.checkpoint import (
     save_checkpoint,
 )
 from fastattn.training.convert import export_hf, import_hf, import_nanogpt
-from fastattn.training.tokenizers import CharacterTokenizer, Tokenizer, train_tokenizer
+from fastattn.training.tokenizers import (
+    CharacterTokenizer,
+    Tokenizer,
+    TokenizerError,
+    train_tokenizer,
+)
 
 pytestmark = pytest.mark.usefixtures("on_torch", "one_thread")
 
@@ -106,7 +113,7 @@ def run_of(model: GPT, tokenizer, folder):
     return save_checkpoint(folder, Checkpoint(7, model.state_dict(), tokenizer, config))
 
 
-def test_a_model_of_our_own_is_exported(tmp_path):
+def test_a_model_of_our_own_is_exported(tmp_path, monkeypatch):
     """Without biases, which GPT-2 then has as zeros, and with a tokenizer of characters."""
     tokenizer = CharacterTokenizer("abcdefghij")
     ours = make_gpt(vocab_size=10, bias=False, num_layers=1)
@@ -118,6 +125,9 @@ def test_a_model_of_our_own_is_exported(tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"hf holds characters\.json already: choose an empt"):
         export_hf(tmp_path / "run", folder)
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(28, "No space left")))
+    with pytest.raises(CheckpointError, match=r"cannot write .*full: No space left"):
+        export_hf(tmp_path / "run", tmp_path / "full")
 
 
 def test_weights_that_do_not_fit_are_named(bpe):
@@ -157,7 +167,7 @@ def test_unusable_folders_are_refused(bpe, tmp_path):
     with pytest.raises(CheckpointError, match="holds a run already"):
         import_hf(tmp_path, tmp_path / "run")
     (tmp_path / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="has no tokenizer"):
+    with pytest.raises(TokenizerError, match="has no tokenizer"):
         import_hf(tmp_path, tmp_path / "other")
     large = tmp_path / "large.json"
     more = train_tokenizer("bpe", TEXT, vocab_size=275)
@@ -231,7 +241,7 @@ def test_unusable_nanogpt_files_are_refused(tmp_path):
     wrong = {**stored["model_args"], "n_embd": 32}
     for actual, message in (
         ({"model": {}}, "it has no 'model_args'"),
-        ({**stored, "model_args": {"vocab_size": 3}}, "model_args has no field 'block_size'"),
+        ({**stored, "model_args": {"vocab_size": 3}}, "there is no field 'bias'"),
         ({**stored, "model_args": wrong}, "has a different configuration"),
     ):
         torch.save(actual, file)

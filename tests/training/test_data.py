@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from fastattn.training.data import text as text_data
-from fastattn.training.data.rows import pad, pad_id
 from fastattn.training.data.text import (
     DataError,
     TextDataset,
@@ -12,7 +11,7 @@ from fastattn.training.data.text import (
     standard_library_text,
 )
 from fastattn.training.tasks.task import LanguageTask
-from fastattn.training.tokenizers import CharacterTokenizer, train_tokenizer
+from fastattn.training.tokenizers import CharacterTokenizer
 
 
 def test_files_are_joined_in_order(tmp_path):
@@ -30,14 +29,6 @@ def test_dataset_holds_the_text_s_tokens():
     other = TextDataset.from_text(text + "a", CharacterTokenizer(text), context_length=8)
     assert dataset.fingerprint != other.fingerprint
     assert TextDataset.from_text("a" * 20, CharacterTokenizer("a"), 17).counts == (18, 2)
-
-
-def test_rows_of_several_lengths_are_padded_on_the_right():
-    tokenizer = train_tokenizer("word-sign", "I like ice cream.", special=True)
-    rows = tokenizer.encode_batch(["I like ice cream.", "ice"])
-    padded = pad(rows, pad_id(tokenizer))
-    assert padded.tokens.tolist() == [rows[0], rows[1] + [tokenizer.special_id("pad")] * 7]
-    assert padded.lengths.tolist() == [8, 1]
 
 
 def test_random_batches_are_windows_and_their_continuations():

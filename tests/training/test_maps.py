@@ -5,7 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from fastattn import CausalGQAttention
+from fastattn import CausalGQAttention, MultiheadLatentAttention
 from fastattn.cli.main import main
 from fastattn.models.encoder import EncoderConfig, MaskedLM, Tagger
 from fastattn.models.gpt import GPT, GPTConfig
@@ -13,7 +13,11 @@ from fastattn.models.positions import RelativeContent, RelativeTransformerXL
 from fastattn.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from fastattn.modules.cross_attention import CrossGQAttention
 from fastattn.modules.self_attention import GQAttention
-from fastattn.modules.weights import cross_attention_weights, self_attention_weights
+from fastattn.modules.weights import (
+    cross_attention_weights,
+    latent_attention_weights,
+    self_attention_weights,
+)
 from fastattn.training.checkpoint import Checkpoint, Trained, save_checkpoint
 from fastattn.training.data.text import DataError
 from fastattn.training.maps import attention_maps
@@ -112,6 +116,21 @@ def test_a_cross_attention_multiplies_values_by_these_weights(options):
     assert (weights[1, :, :, 2:] == 0).all()
 
 
+@pytest.mark.parametrize("options", [{"rope_dim": 0}, {"window": 3, "sinks": True, "softcap": 2.0}])
+def test_a_latent_attention_multiplies_values_by_these_weights(options):
+    options = {"kv_latent_dim": 8, "nope_dim": 8, "rope_dim": 4, **options}
+    layer = MultiheadLatentAttention(16, 2, **options).double().eval()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x, kept = torch.randn(2, 6, 16).double(), {}
+    weights = latent_attention_weights(layer, x)
+    layer.kv_b_proj.register_forward_hook(lambda _, __, kv: kept.update(kv=kv))
+    expected = layer(x)
+    v = kept["kv"].unflatten(2, (2, 16)).transpose(1, 2)[..., 8:]
+    actual = layer.o_proj((weights @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(actual, expected)
+
+
 def test_weights_are_of_the_call_s_own_positions():
     layer = CausalGQAttention(16, 2, rotary="half").eval()
     x = torch.randn(1, 4, 16)
@@ -123,10 +142,15 @@ def test_weights_are_of_the_call_s_own_positions():
 
 
 @pytest.mark.parametrize(
-    ("kind", "owner"), [("gpt", ""), ("masked", "encoder."), ("tagger", "encoder.")]
+    ("kind", "owner", "options"),
+    [
+        ("gpt", "", {"positions": "rotary"}),
+        ("gpt", "", {"positions": "rotary", "kv_latent_dim": 8}),
+        ("masked", "encoder.", {}),
+        ("tagger", "encoder.", {}),
+    ],
 )
-def test_maps_see_the_past_alone_or_both_sides(kind, owner):
-    options = {"positions": "rotary"} if kind == "gpt" else {}
+def test_maps_see_the_past_alone_or_both_sides(kind, owner, options):
     maps = attention_maps(make_model(kind, **options), "the fox jumps")
     assert [one.name for one in maps] == [f"{owner}blocks.{i}.attention" for i in range(2)]
     for one in maps:
@@ -161,7 +185,6 @@ def test_maps_of_an_encoder_decoder_have_three_kinds():
     ("kind", "text", "target", "message"),
     [
         ("gpt", " ", None, "--text has no token"),
-        ("tagger", "", None, "--text has no token"),
         ("gpt", "the fox jumps over a lazy dog", None, "--text has 7 tokens, the model"),
         ("tagger", "the fox jumps over a lazy dog", None, "7 tokens, the model reads at most 6"),
         ("masked", "the", "the", "--target is for an encoder-decoder, not a masked-token model"),

@@ -48,7 +48,7 @@ BESIDE = {"eval_interval", "eval_batches", "log_interval", "checkpoint_interval"
 def numbers() -> dict[str, dataclasses.Field]:
     """The fields of `TrainConfig` that are numbers, by name."""
     fields = dataclasses.fields(TrainConfig)
-    return {x.name: x for x in fields if "int" in str(x.type) or "float" in str(x.type)}
+    return {x.name: x for x in fields if str(x.type).startswith(("int", "float"))}
 
 
 def drawn_settings(seed: int) -> dict[str, Any]:

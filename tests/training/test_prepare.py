@@ -7,6 +7,8 @@ import resource
 from array import array
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from fastattn.cli.main import main
 from fastattn.training import metrics
 from fastattn.training.data import prepare as preparing
 from fastattn.training.data import prepared
-from fastattn.training.data.prepare import UNITS, prepare
+from fastattn.training.data.prepare import Unit, prepare
 from fastattn.training.data.prepared import PreparedText
 from fastattn.training.data.text import DataError
 from fastattn.training.run import Options, train
@@ -52,7 +54,7 @@ def texts_of(text: PreparedText) -> list[str]:
     return list(map(text.tokenizer.decode, rows))
 
 
-@pytest.mark.parametrize("documents", UNITS)
+@pytest.mark.parametrize("documents", get_args(Unit))
 @pytest.mark.parametrize("part", [1, 3, 5, 1 << 20])
 def test_what_is_prepared_is_the_text(documents, part, tmp_path, monkeypatch):
     """However it is cut into parts, in long lines too, and of all files of a folder."""
@@ -60,7 +62,8 @@ def test_what_is_prepared_is_the_text(documents, part, tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "BATCH", 3 * part)
     other = "b" + TEXT[1:].replace("\n", "\r\n")
     write(tmp_path / "in" / "a", "\ufeff" + TEXT)
-    write(tmp_path / "in" / "more" / "b", other)
+    write(tmp_path / "elsewhere" / "b", other)
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "elsewhere")
     write(tmp_path / "in" / ".git" / "c", "hidden")
     actual = prepare([tmp_path / "in"], tmp_path / "out", tokenizer="char", documents=documents)
     first = DOCUMENTS[documents]
@@ -68,7 +71,7 @@ def test_what_is_prepared_is_the_text(documents, part, tmp_path, monkeypatch):
     assert texts_of(actual) == wanted and actual.dtype == "uint16"
 
 
-def test_an_end_token_follows_each_document(tmp_path):
+def test_an_end_token_follows_each_document(tmp_path, monkeypatch):
     path = write(tmp_path / "a", "some text\nmore text\n" * 30)
     actual = prepare([path], tmp_path / "out", tokenizer="word", documents="line")
     ids, numbers = read(actual)
@@ -77,6 +80,10 @@ def test_an_end_token_follows_each_document(tmp_path):
     assert [i for i, x in enumerate(ids) if x == end] == last
     assert actual.documents == 60 == ids.count(end)
     assert actual.tokenizer.special_id("unknown") not in ids, "words of two lines are not one"
+    monkeypatch.setattr(preparing, "PART", 16)
+    path.write_text(long := "more text of one line " * 9)
+    actual = prepare([path], tmp_path / "long", tokenizer="word-space")
+    assert texts_of(actual) == [long + "[END]"], "no word is cut"
 
 
 def test_ids_have_the_bits_that_they_need(tmp_path):
@@ -144,9 +151,6 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     assert main([*command, str(out)]) == 1
     assert "out holds something already: choose another folder" in capsys.readouterr().err
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     options = ["--documents", "line"]
     monkeypatch.setattr(metrics, "LINE_INTERVAL", 0.0)
     assert main([*command, str(tmp_path / "lines"), *options]) == 0
@@ -154,7 +158,10 @@ def test_a_folder_is_whole_or_not_there(tmp_path, monkeypatch, capsys):
     assert written.out.startswith("30,000 tokens of 5,000 documents in")
     begin = f"tokenizing {text} into {tmp_path / 'lines'}\n"
     assert written.err.startswith(begin) and written.err.endswith("35,000 of 35,000 bytes\n")
-    monkeypatch.setattr(preparing.os, "rename", interrupt)
+    rename = Mock(side_effect=[OSError(28, "No space left"), KeyboardInterrupt])
+    monkeypatch.setattr(preparing.os, "rename", rename)
+    assert main([*command, str(tmp_path / "next")]) == 1
+    assert "next: No space left; nothing is left" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "next")]) == 130
     error = capsys.readouterr().err
     assert (
@@ -216,8 +223,13 @@ def test_wrong_arguments_are_named(tmp_path):
     for texts, folder, options, message in (
         ([], out, {}, "texts must name a file, got none"),
         ([tmp_path / "empty"], out, {}, "texts must name a file, got "),
-        ([text], out, {"documents": "page"}, "documents must be one of file, line, paragraph, got"),
-        ([text], out, {"errors": "skip"}, "errors must be one of strict, replace, got 'skip'"),
+        (
+            [text],
+            out,
+            {"documents": "page"},
+            "documents must be 'file', 'line' or 'paragraph'",
+        ),
+        ([text], out, {"errors": "skip"}, "errors must be 'strict' or 'replace', got 'skip'"),
         ([tmp_path / "b"], out, {}, "cannot read text file"),
         ([text], tmp_path, {}, "holds something already: choose another folder"),
         ([tmp_path / "none"], out, {"documents": "line", "tokenizer": "bpe"}, "the text is empty"),

@@ -17,7 +17,7 @@ from fastattn.training.data.text import DataError
 from fastattn.training.tasks.tagging import TaggingTask, cut_rows
 from fastattn.training.tokenizers import TokenizerError, train_tokenizer
 
-CONLL = "-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\nPeter\tNNP\tB-PER\n"
+CONLL = "-DOCSTART- -X- O\r\n\r\nEU NNP B-ORG\rrejects VBZ O\n\n\nPeter\tNNP\tB-PER\n"
 TOKENIZER = train_tokenizer("char", "EU rejects Peter Blackburn", special=True)
 
 

@@ -18,7 +18,7 @@ from fastattn.training.data.text_pairs import (
 )
 from fastattn.training.tasks.scores import confusion, tag_scores, text_scores
 from fastattn.training.tasks.sources import DataConfig, pair_source
-from fastattn.training.tasks.translation import TranslationTask, encode_pairs
+from fastattn.training.tasks.translation import TranslationTask, encode_pairs, encode_texts
 from fastattn.training.tokenizers import train_tokenizer
 
 TOKENIZER = train_tokenizer("word", "one two three eins zwei drei")
@@ -36,6 +36,9 @@ def test_files_of_pairs_are_read_with_places(tmp_path):
         Pair("one", "eins", f"{path}:1"),
         Pair("two words", "zwei Wörter", f"{path}:2"),
     ]
+    spaced = train_tokenizer("word-space", "two words")
+    actual = encode_texts([(" two words\r", "f:1")], spaced, 4)
+    assert actual == [tuple(spaced.encode("two words"))], "as in training"
 
 
 def test_the_run_s_pairs_are_those_of_validation_too(tmp_path):

@@ -47,10 +47,11 @@ def test_bpe_has_merged_what_is_frequent(bpe, monkeypatch):
     assert bpe.vocab_size == 280
     assert len(bpe.encode(" the")) == 1 and len(bpe.encode("zzz")) == 3
     assert 256 <= train_tokenizer("bpe", "ab", vocab_size=1000).vocab_size < 1000, "no more pairs"
-    whole = bpe.encode(TEXT)
-    # Long texts are cut at line breaks, or anywhere without.
+    texts = TEXT, TEXT.replace("\n", " ")
+    whole = bpe.encode_batch(texts)
+    # Long texts are cut at line breaks or before spaces, or anywhere without.
     monkeypatch.setattr("fastattn.training.tokenizers.backend._PIECE_CHARACTERS", 100)
-    assert bpe.encode(TEXT) == whole
+    assert list(map(bpe.encode, texts)) == whole
     assert bpe.decode(bpe.encode("x" * 250)) == "x" * 250
 
 
@@ -91,7 +92,9 @@ def test_padding_truncation_and_template_of_a_file_are_not_used(tmp_path):
     words.enable_truncation(2)
     words.enable_padding(pad_id=1)
     words.save(str(tmp_path / "tokenizer.json"))
-    assert load_tokenizer(tmp_path).encode_batch(["a", "a a a"]) == [[0], [0, 0, 0]]
+    for tokenizer in (load_tokenizer(tmp_path), BackendTokenizer(words)):
+        assert tokenizer.encode_batch(["a", "a a a"]) == [[0], [0, 0, 0]]
+    assert words.padding and words.truncation, "the caller's own"
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -36,7 +36,7 @@ QUICK = {"steps": 12, "batch_size": 3, "eval_interval": 5, "eval_batches": 2, "l
 def make_trainer(out: Path, *, text=TEXT, model=(), resume=False, **changes):
     """A trainer of a tiny model; `changes` are fields of TrainConfig."""
     keywords = {}
-    for name in ("progress", "resume_from"):
+    for name in ("progress", "resume_from", "kind"):
         if name in changes:
             keywords[name] = changes.pop(name)
     config = TrainConfig(**{**QUICK, **changes})
@@ -162,6 +162,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         lacking = dataclasses.replace(saved, training={**saved.training, **change})
         with pytest.raises(CheckpointError, match="step-00000000 has an unusable state"):
             make_trainer(tmp_path, resume_from=lacking)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("none", ValueError), ("masked", TypeError)])
+def test_a_kind_that_no_checkpoint_could_be_read_by_is_refused(kind, error, tmp_path):
+    with pytest.raises(error, match=f"kind .*got {'fastattn' if kind == 'masked' else repr(kind)}"):
+        make_trainer(tmp_path, kind=kind)
 
 
 def test_compile_wraps_the_training_step_alone(tmp_path, monkeypatch):

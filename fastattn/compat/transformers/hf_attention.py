@@ -24,6 +24,7 @@ from ...functional.fused_attention import attention, attention_varlen
 from ...functional.selected import selected_attention
 from ...functional.statistics import attention_weights
 from ...missing import installing
+from ...ops.call import interpreting
 from ...options import OPTIONS
 from ...position_tables import document_ids
 from ...tracing import in_forward_mode
@@ -306,7 +307,7 @@ def _is_one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
     """Whether this is a decoding step that the decode kernels serve."""
     if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if in_forward_mode():
+    if in_forward_mode() or (query.is_cpu and not interpreting()):
         return False
     T_k = key.shape[2]
     offset = options.get("query_offset", T_k - 1)

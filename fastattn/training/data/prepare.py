@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ...generation.request import items
+from ...models.fields import check_type
 from ..tokenizers import (
     TOKENIZER_KINDS,
     CharacterTokenizer,
@@ -26,8 +28,8 @@ from ..tokenizers import (
 from .prepared import DOCUMENTS, FORMAT, MANIFEST, TOKENIZER, TOKENS, PreparedText
 from .text import DataError
 
-# Units of a document.
-UNITS = ("file", "line", "paragraph")
+Unit = Literal["file", "line", "paragraph"]  # of a document
+Errors = Literal["strict", "replace"]  # for bytes that are not UTF-8
 # Characters that tokenizers other than "char" are trained on, of a part, and encoded at once: a
 # batch has many parts, as each core encodes one.
 SAMPLE, PART, BATCH = 10_000_000, 1 << 15, 1 << 21
@@ -39,8 +41,8 @@ def prepare(
     *,
     tokenizer: str = "bpe",
     vocab_size: int = 1024,
-    documents: str = "file",
-    errors: Literal["strict", "replace"] = "strict",
+    documents: Unit = "file",
+    errors: Errors = "strict",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PreparedText:
     """Write the ids of text files into a folder that `PreparedText` reads.
@@ -50,7 +52,7 @@ def prepare(
 
     Args:
         texts: paths of UTF-8 files, and of folders, whose files are all taken, by name, but hidden
-            ones; a byte order mark is dropped.
+            ones; links are followed; a byte order mark is dropped.
         out_dir: the folder; it must not be there, or be empty.
         tokenizer: one of `TOKENIZER_KINDS`, trained on the first 10 MB of the text ("char" on all
             of it), or a path or name, as for `load_tokenizer`.
@@ -66,13 +68,9 @@ def prepare(
         DataError: a file is unreadable or not UTF-8; all are empty; or out_dir holds something.
         TokenizerError: as `train_tokenizer` and `load_tokenizer`, or a text cannot be encoded.
     """
-    for name, value, allowed in (
-        ("documents", documents, UNITS),
-        ("errors", errors, ("strict", "replace")),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-    files = _files(texts)
+    check_type("documents", documents, Unit)
+    check_type("errors", errors, Errors)
+    files = _files(items("texts", "paths", texts))
     out = Path(out_dir).resolve()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise DataError(f"{out_dir} holds something already: choose another folder, or remove it")
@@ -87,9 +85,10 @@ def prepare(
         fields = _write(folder, parts(), coder, lambda done: progress(done, total))
         (folder / MANIFEST).write_text(json.dumps({**FORMAT, **fields}, indent=2))
         os.rename(folder, out)
-    except BaseException:
+    except OSError as error:
+        raise OSError(f"cannot write {out_dir}: {error.strerror}; nothing is left") from None
+    finally:
         shutil.rmtree(folder, ignore_errors=True)
-        raise
     return PreparedText.open(out_dir)
 
 
@@ -102,7 +101,8 @@ def _files(texts: Sequence[str | Path]) -> list[tuple[Path, int]]:
 
     for path in map(Path, texts):
         found = [] if path.is_dir() else [path]
-        for root, folders, names in os.walk(path, onerror=stop) if path.is_dir() else ():
+        tree = os.walk(path, onerror=stop, followlinks=True) if path.is_dir() else ()
+        for root, folders, names in tree:
             folders[:] = sorted(name for name in folders if name[0] != ".")
             found += [Path(root, name) for name in sorted(names) if name[0] != "."]
         try:
@@ -145,7 +145,7 @@ def _parts(files: Sequence[tuple[Path, int]], documents: str, errors: str) -> It
 
 
 def _split(file: Any, documents: str) -> Iterator[tuple[str, bool]]:
-    """Yield parts of a file's documents, cut after lines, and whether a document ends there."""
+    """Yield parts of a file's documents, of whole lines or words, and whether a document ends."""
     lines: list[str] = []
     size, before = 0, "\n"
     for line in iter(partial(file.readline, PART), ""):
@@ -154,8 +154,11 @@ def _split(file: Any, documents: str) -> Iterator[tuple[str, bool]]:
         before = line
         if lines and (empty or size >= PART):
             text = "".join(lines)
-            yield (text.removesuffix("\n"), True) if empty else (text, False)
-            lines, size = [], 0
+            # A line that goes on is cut before a space, so that no word is.
+            cut = len(text) if text.endswith("\n") else max(text.rfind(" ", 1), 0) or len(text)
+            yield (text.removesuffix("\n"), True) if empty else (text[:cut], False)
+            lines = [text[cut:]] if cut < len(text) else []
+            size = len(text) - cut
         if not empty:
             lines.append(line)
             size += len(line)

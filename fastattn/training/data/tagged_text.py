@@ -12,21 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .text import DataError, fingerprint, read_text_file, standard_library_sources
+from .text import DataError, fingerprint, read_lines, standard_library_sources
 
-_PYTHON_TAGS = {
-    "NUMBER": "number",
-    "STRING": "string",
-    # f-strings are split into parts from Python 3.12 on, t-strings from 3.14.
-    "FSTRING_START": "string",
-    "FSTRING_MIDDLE": "string",
-    "FSTRING_END": "string",
-    "TSTRING_START": "string",
-    "TSTRING_MIDDLE": "string",
-    "TSTRING_END": "string",
-    "OP": "operator",
-    "COMMENT": "comment",
-}
+_PYTHON_TAGS = {"NUMBER": "number", "OP": "operator", "COMMENT": "comment"}
 _LINE_ENDS = {tokenize.NEWLINE, tokenize.NL}
 
 
@@ -42,7 +30,8 @@ class Sentence:
 def read_conll(paths: Iterable[str | Path]) -> list[Sentence]:
     """Read CoNLL files: a word per line, columns separated by spaces, the tag last.
 
-    An empty line ends a sentence; -DOCSTART- lines are skipped. What cannot be read is a DataError.
+    An empty line ends a sentence; -DOCSTART- lines are skipped. What cannot be read is a DataError,
+    as is a line with more or fewer columns than the file's first.
     """
     return [sentence for path in paths for sentence in _conll_sentences(Path(path))]
 
@@ -50,13 +39,19 @@ def read_conll(paths: Iterable[str | Path]) -> list[Sentence]:
 def _conll_sentences(path: Path) -> list[Sentence]:
     sentences: list[Sentence] = []
     rows: list[tuple[str, str, str]] = []
-    for number, line in enumerate([*read_text_file(path).split("\n"), ""], start=1):
+    expected = 0
+    for number, line in enumerate([*read_lines(path), ""], start=1):
         columns = line.split()
         if columns and columns[0] == "-DOCSTART-":
             continue
         if len(columns) == 1:
             raise DataError(f"{path}:{number}: word {columns[0]!r} has no tag")
         if columns:
+            expected = expected or len(columns)
+            if len(columns) != expected:
+                raise DataError(
+                    f"{path}:{number}: {expected} columns are expected, got {len(columns)}"
+                )
             rows.append((columns[0], columns[-1], f"{path}:{number}"))
         elif rows:
             sentences.append(_sentence(rows))
@@ -119,7 +114,9 @@ def _python_tag(token: tokenize.TokenInfo) -> str | None:
     """Get the tag of a token; None for line breaks and indentation."""
     if token.type == tokenize.NAME:
         return "keyword" if keyword.iskeyword(token.string) else "name"
-    return _PYTHON_TAGS.get(tokenize.tok_name[token.type])
+    kind = tokenize.tok_name[token.type]
+    # f-strings are split into FSTRING_START and so on from Python 3.12 on, t-strings from 3.14.
+    return "string" if "STRING" in kind else _PYTHON_TAGS.get(kind)
 
 
 def _sentence(rows: list[tuple[str, str, str]]) -> Sentence:

@@ -12,6 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ...checks import check_count
+from ...files.text import DataError as DataError
+from ...files.text import read_lines as read_lines
+from ...files.text import read_text_file as read_text_file
 from ..tokenizers.base import Tokenizer
 
 # Parts of the standard library that are tests, tables or data.
@@ -20,10 +24,6 @@ _SKIPPED_FOLDERS = {
     *("encodings", "pydoc_data", "__pycache__", "site-packages", "dist-packages"),
 }
 _VALIDATION_FRACTION = 0.1
-
-
-class DataError(ValueError):
-    """Error: a text cannot be read, or is too short to train on."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class TextDataset:
 
 def check_counts(train: int, validation: int, context_length: int) -> None:
     """Raise DataError if the parts are too short; see `TextDataset.from_text`."""
+    check_count("context_length", context_length, 1)
     if train < context_length + 1 or validation < 2:
         raise DataError(
             f"the text is too short: it has {train} tokens for training and {validation} for "
@@ -127,21 +128,3 @@ def split_text(text: str) -> tuple[str, str]:
 def fingerprint(text: str) -> str:
     """Compute the SHA-256 of a text's UTF-8 bytes, in hexadecimal."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
-
-
-def read_text_file(path: Path) -> str:
-    """Read a UTF-8 file, drop a byte order mark; DataError if unreadable, empty or not UTF-8."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read text file {path}: {error.strerror}") from None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"text file {path} is not UTF-8: byte 0x{content[error.start]:02x} "
-            f"at offset {error.start}"
-        ) from None
-    if not text.strip():
-        raise DataError(f"text file {path} is empty")
-    return text

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .text import DataError, fingerprint, read_text_file, standard_library_sources
+from .text import DataError, fingerprint, read_lines, standard_library_sources
 
 _YEARS = range(1950, 2050)
 _MONTHS = (
@@ -49,14 +49,11 @@ def read_pairs(paths: Iterable[str | Path]) -> list[Pair]:
 
 
 def _pairs_of(path: Path) -> Iterator[Pair]:
-    lines = read_text_file(path).split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         place = f"{path}:{number}"
         if not line.strip():
             raise DataError(f"{place}: the line is empty, source TAB target is expected")
-        parts = line.rstrip("\r").split("\t")
+        parts = line.split("\t")
         if len(parts) != 2:
             raise DataError(
                 f"{place}: source TAB target is expected, got {len(parts) - 1} tabulators"

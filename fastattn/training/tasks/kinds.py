@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-Build = Callable[[Any, Mapping[str, Any]], nn.Module]
+from ...models.encoder import EncoderConfig, MaskedLM, Tagger
+from ...models.gpt import GPT, GPTConfig
+from ...models.seq2seq import Seq2Seq, Seq2SeqConfig
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,8 @@ class Kind:
     """Model and task, by their names in `fastattn train`.
 
     name: in checkpoints. title: for messages, with its article. use: the command for a trained one.
-    load: imports the class of its configuration, and the function `build`.
+    config: the class of its configuration. build: makes the model from a configuration and facts
+    about the data, a checkpoint's config["data"].
     """
 
     name: str
@@ -24,47 +27,24 @@ class Kind:
     model: str
     task: str
     use: str
-    load: Callable[[], tuple[Any, Build]]
-
-    @property
-    def config(self) -> Any:
-        """The class of its configuration."""
-        return self.load()[0]
-
-    def build(self, config: Any, data: Mapping[str, Any]) -> nn.Module:
-        """Build the model; data: facts about the data, a checkpoint's config["data"]."""
-        return self.load()[1](config, data)
-
-
-def _gpt() -> tuple[Any, Build]:
-    from ...models.gpt import GPT, GPTConfig
-
-    return GPTConfig, lambda config, _: GPT(config)
-
-
-def _tagger() -> tuple[Any, Build]:
-    from ...models.encoder import EncoderConfig, Tagger
-
-    return EncoderConfig, lambda config, data: Tagger(config, len(data["tags"]))
-
-
-def _masked() -> tuple[Any, Build]:
-    from ...models.encoder import EncoderConfig, MaskedLM
-
-    return EncoderConfig, lambda config, _: MaskedLM(config)
-
-
-def _seq2seq() -> tuple[Any, Build]:
-    from ...models.seq2seq import Seq2Seq, Seq2SeqConfig
-
-    return Seq2SeqConfig, lambda config, _: Seq2Seq(config)
+    config: Any
+    build: Callable[[Any, Mapping[str, Any]], nn.Module]
 
 
 _ALL = (
-    Kind("gpt", "a GPT", "gpt", "language", "generate", _gpt),
-    Kind("tagger", "a tagger", "encoder", "tagging", "tag", _tagger),
-    Kind("masked", "a masked-token model", "encoder", "masked", "inspect", _masked),
-    Kind("seq2seq", "an encoder-decoder", "seq2seq", "translation", "translate", _seq2seq),
+    Kind("gpt", "a GPT", "gpt", "language", "generate", GPTConfig, lambda x, _: GPT(x)),
+    Kind(
+        *("tagger", "a tagger", "encoder", "tagging", "tag", EncoderConfig),
+        lambda x, data: Tagger(x, len(data["tags"])),
+    ),
+    Kind(
+        *("masked", "a masked-token model", "encoder", "masked", "inspect", EncoderConfig),
+        lambda x, _: MaskedLM(x),
+    ),
+    Kind(
+        *("seq2seq", "an encoder-decoder", "seq2seq", "translation", "translate", Seq2SeqConfig),
+        lambda x, _: Seq2Seq(x),
+    ),
 )
 KINDS: Mapping[str, Kind] = {kind.name: kind for kind in _ALL}
 

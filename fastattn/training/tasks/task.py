@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...models.fields import check_type
 from ...models.transfer import to_device
 from ..data.rows import IGNORED
 from ..data.text import TextDataset, check_counts
@@ -109,6 +110,7 @@ class ExampleTask(Task, Generic[_Example]):
         self.rows: Mapping[Split, Sequence[_Example]] = {"train": train, "validation": validation}
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
+        check_type("split", split, Split)
         rows = self.rows[split]
         chosen = torch.randint(len(rows), (batch_size,), generator=generator, device="cpu")
         return self.batch([rows[i] for i in chosen.tolist()])
@@ -144,6 +146,7 @@ class LanguageTask(Task):
 
     def draw(self, split: Split, batch_size: int, generator: torch.Generator) -> Batch:
         """Draw windows at random positions of the split, shorter ones if the split is shorter."""
+        check_type("split", split, Split)
         first, count = (0, self._train) if split == "train" else (self._train, self._validation)
         context = min(self._context_length, count - 1)
         starts = first + torch.randint(

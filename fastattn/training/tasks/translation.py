@@ -64,12 +64,13 @@ def encode_texts(
 ) -> list[tuple[int, ...]]:
     """Encode one side of pairs, each text with its file and line, for `encode_pairs`.
 
-    length: most tokens, begin token included.
+    White space around a text is dropped, as in `read_pairs`. length: most tokens, begin token
+    included.
     """
     begin = side == "target"
     extra = int(begin)
     room, rows = length - extra, []
-    encoded = tokenizer.encode_batch([text for text, _ in texts])
+    encoded = tokenizer.encode_batch([text.strip() for text, _ in texts])
     for (_, place), ids in zip(texts, encoded, strict=True):
         kept = ids[:room] if truncate else ids
         if not kept:

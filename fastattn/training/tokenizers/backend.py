@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...missing import import_extra
-from .base import SPECIAL_NAMES, Tokenizer, TokenizerError, encodable
+from .base import SPECIAL_NAMES, Tokenizer, TokenizerError, check_texts, encodable
 
 # Kinds of whole words by what they cut a text into: runs of anything but white space, and each
 # white-space character; runs of letters and digits, and each other character; characters.
@@ -26,8 +26,10 @@ class BackendTokenizer(Tokenizer):
     """
 
     def __init__(self, backend: Any) -> None:
-        backend.no_truncation()
-        backend.no_padding()
+        if backend.truncation or backend.padding:  # the caller keeps its own
+            backend = type(backend).from_str(backend.to_str())
+            backend.no_truncation()
+            backend.no_padding()
         self.backend = backend
         # Not the number of tokens, as ids may have gaps.
         self._vocab_size = max(backend.get_vocab().values(), default=-1) + 1
@@ -173,11 +175,13 @@ def import_tokenizers() -> Any:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Split a text into pieces of about 2^20 characters, after line breaks where possible."""
+    """Split a text into pieces of about 2^20 characters, after a line break or before a space."""
+    check_texts([text])
     start = 0
     while start < len(text):
         end = start + _PIECE_CHARACTERS
         if end < len(text):
-            end = text.rfind("\n", start, end) + 1 or end
+            space = text.rfind(" ", start + 1, end)
+            end = text.rfind("\n", start, end) + 1 or (space if space > 0 else end)
         yield text[start:end]
         start = end

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from ...checks import check_int, type_name
+
 Special = Literal["pad", "unknown", "begin", "end", "mask"]
 
 # Names of each special token: first the one in new tokenizers here, then those of BERT, T5, BART
@@ -58,10 +60,7 @@ class Tokenizer(ABC):
         Raises:
             TokenizerError: an id is not in 0 .. vocab_size - 1.
         """
-        tokens = list(tokens)
-        for token in tokens:
-            self.check_id(token)
-        return self.text_of(tokens)
+        return self.text_of([self.check_id(token) for token in tokens])
 
     def decoder(self) -> TokenDecoder:
         """Make an incremental decoder."""
@@ -93,12 +92,14 @@ class Tokenizer(ABC):
         """Write `to_json` to a file."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
-    def check_id(self, token: int) -> None:
-        """Raise TokenizerError unless 0 <= token < vocab_size."""
+    def check_id(self, token: int) -> int:
+        """Return an id as Python's int; TokenizerError unless 0 <= token < vocab_size."""
+        token = check_int("a token id", token)
         if not 0 <= token < self.vocab_size:
             raise TokenizerError(
                 f"token ids must be in 0..{self.vocab_size - 1} for this tokenizer, got {token}"
             )
+        return token
 
 
 class TokenDecoder:
@@ -112,8 +113,7 @@ class TokenDecoder:
 
     def feed(self, token: int) -> str:
         """Return the characters that this id completes, possibly none."""
-        self._tokenizer.check_id(token)
-        self._held.append(token)
+        self._held.append(self._tokenizer.check_id(token))
         text = self.finish()
         # U+FFFD may be the half of a character: more bytes will tell.
         if not text or text.endswith("\ufffd"):
@@ -127,9 +127,20 @@ class TokenDecoder:
         return self._tokenizer.text_of(self._before + self._held)[shown:]
 
 
+def check_texts(texts: Iterable[str]) -> list[str]:
+    """Return the texts as a list; TypeError for one text alone, or for something else."""
+    if isinstance(texts, str):
+        raise TypeError("texts must be several texts, got a str, which encode takes")
+    texts = list(texts)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"a text must be a str, got {type_name(text)}")
+    return texts
+
+
 def encodable(texts: Iterable[str]) -> list[str]:
     """Return the texts; TokenizerError for half of a character, which UTF-8 lacks."""
-    texts = list(texts)
+    texts = check_texts(texts)
     for text in texts:
         try:
             text.encode("utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from .base import Tokenizer, TokenizerError
+from .base import Tokenizer, TokenizerError, check_texts
 
 CHARACTER_FORMAT = "fastattn-characters"
 
@@ -17,13 +17,15 @@ class CharacterTokenizer(Tokenizer):
         characters: the vocabulary, in any order, with or without repetitions.
 
     Raises:
-        TokenizerError: characters is empty.
+        TokenizerError: characters is empty, or an item is no single character.
     """
 
     def __init__(self, characters: Iterable[str]) -> None:
         self.characters = sorted(set(characters))
         if not self.characters:
             raise TokenizerError("a character tokenizer needs at least one character, got none")
+        if long := [x for x in self.characters if len(x) != 1]:
+            raise TokenizerError(f"characters must be of one character each, got {long[0]!r}")
         self._ids = {character: i for i, character in enumerate(self.characters)}
 
     @property
@@ -32,7 +34,7 @@ class CharacterTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Iterable[str]) -> list[list[int]]:
         try:
-            return [[self._ids[character] for character in text] for text in texts]
+            return [[self._ids[character] for character in text] for text in check_texts(texts)]
         except KeyError as error:
             character = error.args[0]
             raise TokenizerError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ...checks import check_int
 from .backend import (
     BackendTokenizer,
     byte_level_bpe,
@@ -12,7 +13,7 @@ from .backend import (
     read_vocabulary,
     train_backend,
 )
-from .base import Tokenizer, TokenizerError
+from .base import Tokenizer, TokenizerError, check_texts
 from .characters import CHARACTER_FORMAT, CharacterTokenizer
 from .named import NAMED_FORMAT, NamedTokenizer
 
@@ -48,6 +49,8 @@ def train_tokenizer(
     if kind not in TOKENIZER_KINDS:
         kinds = ", ".join(map(repr, TOKENIZER_KINDS))
         raise TokenizerError(f"tokenizer must be one of {kinds}, got {kind!r}")
+    check_texts([text])
+    vocab_size = check_int("vocab_size", vocab_size)
     if kind == "char" and not special:
         return CharacterTokenizer(text)
     # No text yields more, and the libraries take room for all at once.
