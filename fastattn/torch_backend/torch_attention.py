@@ -187,7 +187,9 @@ def _fused(
 
     The function also drops weights without a seed.
     """
-    if gqa and q.shape[2] == 1 and _as_rows(q, shown, options, is_causal):
+    alike = not is_causal and (shown is None or shown.shape[1] == 1)
+    if gqa and alike and q.shape[2] == 1 and tracing.host_knows(q):
+        # Heads as queries of their key head, which torch does not copy then.
         rows = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
         o = _fused(rows, k, v, options, shown, is_causal=False, gqa=False)
         return o.reshape(*q.shape[:3], -1)
@@ -209,12 +211,6 @@ def _fused(
     if o.requires_grad:
         _allow_second_derivatives(o, (q, k, v, shown), is_causal, options.scale)
     return o
-
-
-def _as_rows(q: Tensor, shown: Tensor | None, options: Options, is_causal: bool) -> bool:
-    """Whether heads of one query can be queries of their key head, which torch does not copy."""
-    alike = shown is None or shown.shape[1] == 1
-    return alike and not (is_causal or options.dropout) and tracing.host_knows(q)
 
 
 def _short(

@@ -72,8 +72,10 @@ def test_torch_gets_what_it_computes_fast(monkeypatch: pytest.MonkeyPatch) -> No
     for how in ((2, 8, True), (2, 8, False), (2, 150, True), (2, 1, False), (4, 1, False)):
         call(bf16, *how[:2], learns=how[2], key_lengths=torch.tensor([90]))
     call(bf16, 4, 1, learns=False, attn_bias=torch.zeros(1, 4, 1, 150, dtype=bf16))
+    with torch.no_grad():
+        call(bf16, 2, 8, learns=True)
     shorts = [(fp32, 2, 8), (bf16, 2, 8), (bf16, 2, 150)]
-    assert seen == [*shorts, (fp32, 2, 1), (bf16, 2, 2), (fp32, 4, 1)]
+    assert seen == [*shorts, (fp32, 2, 1), (bf16, 2, 2), (fp32, 4, 1), (bf16, 2, 8)]
     seen.clear()
     cache = fastattn.KVCache(1, 2, max_length=8, head_dim=8, dtype=bf16)
     cache.append(*torch.randn(2, 1, 2, 4, 8, dtype=bf16))
