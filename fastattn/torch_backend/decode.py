@@ -95,10 +95,11 @@ def _over_slots(
     if T > 0:
         # Query heads of one key head as its queries: torch would copy keys for each.
         queries = q if H_q == H_k else q.reshape(B, H_k, H_q // H_k, D)
-        keys, values = k, v
         if cpu_kernel.in_fp32(queries, k):
-            queries, keys, values = queries.float(), k.float(), v.float()
-        o = scaled_dot_product_attention(queries, keys, values, scale=scale).to(q.dtype)
+            inputs = queries.float(), k.float(), v.float()
+            o = scaled_dot_product_attention(*inputs, scale=scale).to(q.dtype)
+        else:
+            o = scaled_dot_product_attention(queries, k, v, scale=scale)
         o = o if H_q == H_k else o.reshape(B, H_q, 1, -1)
         if T >= cpu_kernel.WIDEST_VECTOR or torch.count_nonzero(o).item() == o.numel():
             return o
