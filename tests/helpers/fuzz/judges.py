@@ -210,6 +210,7 @@ def _asked(case: Case, function: Callable[..., Any], loose: bool = False) -> Cal
         tensors = (inputs.pop(name) for name in ("q", "k", "v"))
         actual = function(*tensors, *args[3:], **inputs, return_lse=with_lse)
         o, lse = actual if with_lse else (actual, _no_lse(case, actual))
+        assert args[0].element_size() == 1 or o.dtype == args[0].dtype
         alone = "lse" in case.traits and with_lse
         o = o.detach() if alone else o
         if o.requires_grad:
