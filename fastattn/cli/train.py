@@ -115,9 +115,8 @@ def _add_settings(group: Any, part: str, config: type) -> None:
             one = next((x for x in (int, float) if x in kinds_of), str)
             how |= {"type": os.path.abspath if about["path"] else one, "metavar": name}
             how |= {"nargs": "+"} if field.default == () else {}
-            for one in kinds_of:
-                if get_origin(one) is Literal:
-                    how["choices"], how["metavar"] = get_args(one), None
+            if texts := [x for x in kinds_of if get_origin(x) is Literal]:
+                how["choices"], how["metavar"] = get_args(texts[0]), None
         group.add_argument(flag, dest=f"{part}.{field.name}", **how)
 
 

@@ -77,7 +77,7 @@ def attention(
     if blind is not None:
         o, lse = o.masked_fill(blind[..., None], 0), lse.masked_fill(blind, -inf)
     o, lse = formula.with_column(o, lse, options.sinks)
-    # The kernel's lse is 0 in rows without keys, and where NaN is missed: in short, a sum.
+    # The kernel's lse is 0 in rows without keys, and where NaN is missed; 1 / 0 is infinite.
     if isfinite((of_kernel.reciprocal() + lse).sum().item()):
         return o, lse, None
     odd = of_kernel == 0

@@ -252,7 +252,7 @@ class AddedScores(NamedTuple):
         return exists.logical_not().view(-1, 1, 1, self.T_k)
 
     def is_complete(self, options: Options) -> bool:
-        """Whether masks are by numbers alone, leave each query a key, and hide no bias, or NaN."""
+        """Whether masks are by numbers alone, leave each query a key, and hide no bias."""
         if self.padded or self.chosen or options.placing is None:
             return False
         near = by_position(options, self.T_q, self.T_k, self.device)

@@ -305,9 +305,8 @@ def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
 
 def _is_one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Whether this is a decoding step that the decode kernels serve."""
-    if query.shape[2] != 1 or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if in_forward_mode() or (query.is_cpu and not interpreting()):
+    derived = torch.is_grad_enabled() or torch.compiler.is_compiling() or in_forward_mode()
+    if query.shape[2] != 1 or derived or (query.is_cpu and not interpreting()):
         return False
     T_k = key.shape[2]
     offset = options.get("query_offset", T_k - 1)
