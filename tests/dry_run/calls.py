@@ -70,7 +70,7 @@ def chosen(B: int, T: int) -> None:
     k_pooled, v_pooled = (random(B, 2, (T - 8) // 4 + 1, 64, grad=True) for _ in range(2))
     gates = random(B, 4, T, 3, grad=True)
     o = fastattn.native_sparse_attention(
-        q, k, v, k_pooled, v_pooled, gates, block_k=16, n=2, window=8, pool=(8, 4)
+        q, k, v, k_pooled, v_pooled, gates, block_k=16, n=3, window=8, pool=(8, 4)
     )
     o.float().sum().backward()
 

@@ -67,7 +67,8 @@ def test_generated_choices(
         "query_offset": random.choice(0, random.integer(1, 70), 33),
         "causal": random.chance(0.7), "first": random.integer(0, 2), "latest": random.integer(0, 2),
     }  # fmt: skip
-    T, n = T_q + how["query_offset"], random.integer(1, 5)
+    T = T_q + how["query_offset"]
+    n = max(1, how["first"] + how["latest"] + random.integer(0, 3))
     H_k, G = random.choice((1, 2), (2, 1), (2, 2))
     how["lists"], weights = random.choice(H_k, 1, H_k * G), random.chance(0.5)
     sizes = (1, H_k * G, H_k, T_q, max(1, (T - length) // step + 1), 16)

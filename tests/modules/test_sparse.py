@@ -10,7 +10,7 @@ from fastattn.modules.sparse import MoBAttention, NativeSparseAttention
 
 LAYERS: dict[str, Any] = {
     "moba": lambda n=2, **how: MoBAttention(32, 4, 2, block_k=8, n=n, **how),
-    "nsa": lambda n=2, **how: NativeSparseAttention(
+    "nsa": lambda n=3, **how: NativeSparseAttention(
         32, 4, 1, block_k=8, n=n, window=6, pool=(4, 2), **how
     ),
 }

@@ -38,7 +38,7 @@ def select_blocks(
         q: [B, H_q, T_q, D].
         k: [B, H_k, T_k, D]: one key per token or, pooled, per `pool[0]` tokens with stride
             `pool[1]`.
-        n: blocks of each list, including first and latest.
+        n: blocks of each list, at least first + latest.
         block_k: tokens of a block: 1, 2, 4, ... 128 times `pool[1]`.
         lse: fp32 [B, H_q, T_q] of these queries over these keys: a block's score is the sum of its
             keys' weights, summed over a list's heads (NSA: arXiv 2502.11089, equations 9 and 10).
@@ -63,8 +63,8 @@ def select_blocks(
     q, k, _, _ = inputs.autocast(q, k, k, {})
     sizes = checks.check_qkv(q, k, k)
     per_block = _check_pool(pool, block_k)
-    numbers = {"n": n, "first": first, "latest": latest, "query_offset": query_offset}
-    n, first, latest, offset = (checks.check_count(x, y, 0) for x, y in numbers.items())
+    n, first, latest = check_numbers(n, first, latest)
+    offset = checks.check_count("query_offset", query_offset, 0)
     H_s = k.shape[1] if lists is None else checks.check_count("lists", lists, 1)
     if q.shape[1] % H_s:
         raise ValueError(f"lists must divide q's {q.shape[1]} heads, got {H_s}")
@@ -107,6 +107,15 @@ def _best(
     if causal:
         scores = scores.masked_fill(block > own, -torch.inf)
     return formula.best(scores, n)
+
+
+def check_numbers(n: int, first: int, latest: int) -> tuple[int, int, int]:
+    """Check how many blocks a list has, and how many of them are always selected."""
+    numbers = {"n": n, "first": first, "latest": latest}
+    n, first, latest = (checks.check_count(x, y, 0) for x, y in numbers.items())
+    if n < first + latest:
+        raise ValueError(f"n must be at least first + latest = {first + latest}, got {n}")
+    return n, first, latest
 
 
 def _check_pool(pool: tuple[int, int], block_k: int) -> int:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ... import checks
 from ...functional.selected import native_sparse_attention
+from ...functional.selected.choose import check_numbers
 from .layer import SparseLayer
 
 
@@ -19,7 +20,7 @@ class NativeSparseAttention(SparseLayer):
     Args:
         embed_dim, num_heads, num_kv_heads: as for `fastattn.GQAttention`. Kernels are fast with at
             least 16 heads per K/V head.
-        block_k, n: tokens per block, and blocks per token.
+        block_k, n: tokens per block, and blocks per token, at least first + latest.
         window: tokens of the sliding branch.
         pool: tokens per compressed key, and the distance between compressed keys.
         first, latest: numbers of first and latest blocks that are always selected.
@@ -43,11 +44,10 @@ class NativeSparseAttention(SparseLayer):
         first: int = 1, latest: int = 2, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, num_kv_heads, options)
-        sizes = {"block_k": block_k, "n": n, "window": window, "first": first, "latest": latest}
-        self.how: dict[str, Any] = {
-            name: checks.check_count(name, x, 0 if name in ("first", "latest") else 1)
-            for name, x in sizes.items()
-        }
+        sizes = {"block_k": block_k, "n": n, "window": window}
+        self.how: dict[str, Any] = {x: checks.check_count(x, y, 1) for x, y in sizes.items()}
+        n, first, latest = check_numbers(n, first, latest)
+        self.how.update(first=first, latest=latest)
         self.pool = pool
         factory: Any = self.factory
         self.gate_proj = nn.Linear(embed_dim, 3 * num_heads, **factory)
