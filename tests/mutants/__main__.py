@@ -77,7 +77,7 @@ def make_map() -> None:
     settings.write_text(f"[run]\nsource ={sources}\n", encoding="utf-8")
     os.environ["COVERAGE_FILE"] = str(folder / "coverage")
     subprocess.run(
-        [*_pytest(f"-n auto --dist loadfile --cov --cov-config {settings} --cov-context test"),
+        [*_pytest(f"-n auto --dist loadfile --cov --cov-config={settings} --cov-context test"),
          "--cov-report=", f"--junitxml={folder / 'junit.xml'}"], check=False,
     )  # fmt: skip
 
@@ -175,8 +175,10 @@ def _seen_by(mutation: MutationSpec, tests: list[str], limit: float) -> str | No
     while tests:
         with use_mutation(mutation.module_path, operator, mutation.occurrence):
             saw = _first_failing(tests, limit)
+        if saw and "::" not in saw:
+            return saw if _first_failing(tests, limit) is None else None
         if saw and saw not in _sound:
-            _sound[saw] = "::" not in saw or _first_failing([saw], limit) is None
+            _sound[saw] = _first_failing([saw], limit) is None
         if saw is None or _sound[saw] or saw not in tests:
             return saw if saw and _sound[saw] else None
         tests.remove(saw)
