@@ -122,9 +122,7 @@ def overridden(*tensors: Any) -> str | None:
 def _overrides(x: Any) -> bool:
     if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
         return False
-    # torch's nested tensors handle torch's own function.
-    plain = type(x).__torch_function__ is torch._C._disabled_torch_function_impl
-    return not plain and not x.is_nested
+    return type(x).__torch_function__ is not torch._C._disabled_torch_function_impl
 
 
 def by_overrides(*args: Any, **kwargs: Any) -> Tensor:

@@ -87,7 +87,7 @@ def _flash_attn_varlen_forward(**call: Any) -> Forward:
         pages = {"lengths": lengths, "block_table": table, "max_seqlen_q": call["max_seqlen_q"]}
         attend = partial(attend_packed, **pages)
     o, lse, weights, seed = _forward(attend, tensors, call)
-    return o.contiguous(), lse, weights, seed
+    return o, lse, weights, seed
 
 
 @of_version(2)
