@@ -41,10 +41,8 @@ def put(function: Callable[..., Tensor]) -> None:
     with _lock:
         _ours, _wanted = function, True
         _holders = list(_found())
-        # torch.jit.script builds its table of builtins from torch's modules on first use; built
-        # under a patch, it would permanently lack torch's function.
-        for kernel in (torch_attention, function):
-            _builtins._register_builtin(kernel, f"aten::{_NAME}")
+        # Also lists the builtins of torch.jit.script, once, while torch's function is among them.
+        _builtins._register_builtin(function, f"aten::{_NAME}")
         _apply()
 
 

@@ -195,8 +195,7 @@ def _part(
     longest, tree, out, backend = (how[x] for x in ("max_seqlen_q", "tree_mask", "out", "backend"))
     checked = _checked_step(q, view, cu_seqlens, longest, tree, out, options)
     choice = choose(q, view, checked, backend)
-    if not q.is_cpu:
-        dispatch.warn_if_slow(choice, q.device)
+    dispatch.warn_if_slow(choice, q.device)
     with torch.no_grad():
         wide = checked._replace(fp32_results=True)
         results: Any = paged_torch.attend(q, view, cu_seqlens, out, wide, return_lse=True)

@@ -139,6 +139,24 @@ def test_compiled_code_follows_the_patch(doubling):
     assert counter.frame_count == 2
 
 
+def attends(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def attends_later(x: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_scripts_have_torchs_function(monkeypatch):
+    """torch lists its builtins once."""
+    monkeypatch.setattr(torch.jit._builtins, "_builtin_table", None)
+    with fastattn.patch_sdpa():
+        scripts = [torch.jit.script(attends)]
+    scripts.append(torch.jit.script(attends_later))
+    x = torch.randn(1, 2, 3, 4)
+    assert all(torch.equal(script(x), torch_attention(x, x, x)) for script in scripts)
+
+
 def test_the_library_itself_keeps_torchs_function(doubling):
     q = k = v = torch.randn(1, 1, 3, 4)
     plain = fastattn.attention(q, k, v, backend="torch")

@@ -121,6 +121,11 @@ def test_forms_of_the_formula(swap, form):
     done = swap(model, eager=True)
     assert_equal(model, plain, tokens())
     assert total(done) == 1, str(done)
+    model(tokens())  # captured without gradients, too
+    with torch.profiler.profile() as profile:
+        model(tokens())
+    # What is served is not computed besides.
+    assert sum(event.name == "aten::_softmax" for event in profile.events()) == 1
 
 
 class Mixing:
