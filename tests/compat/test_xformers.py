@@ -23,6 +23,11 @@ DENSE = {
     "LowerTriangularFromBottomRightLocalAttentionMask": {"_window_size": 2},
     "LocalAttentionFromBottomRightMask": {"window_left": 1, "window_right": 2},
 }
+TOP_LEFT = [
+    "LowerTriangularMask",
+    "BlockDiagonalCausalMask",
+    "BlockDiagonalCausalLocalAttentionMask",
+]
 SIDES = {"window_left": 1, "window_right": 1}
 
 
@@ -61,17 +66,20 @@ def _starts(lengths):
 
 def _blocks(name):
     """Fields of a bias, and the rows of keys of each block."""
-    kind = integration._BLOCKS[name]
-    lengths = [2, 6, 1] if kind.first else KEYS
-    local = {"size": {"_window_size": 5 if kind.first else 2}, "sides": SIDES, "": {}}[kind.local]
-    fields = {"q_seqinfo": _info(_starts(QUERIES)), **local}
-    if kind.keys == "packed":
+    paged, gappy = "Paged" in name, "Gappy" in name
+    lengths = [2, 6, 1] if name in TOP_LEFT else KEYS
+    fields = {"q_seqinfo": _info(_starts(QUERIES))}
+    if "CausalLocal" in name:
+        fields["_window_size"] = 5 if name in TOP_LEFT else 2
+    elif "Local" in name:
+        fields |= SIDES
+    if "Keys" not in name:
         starts = _starts(lengths)
         fields["k_seqinfo"] = _info(starts)
-    elif "Gappy" not in name:
+    elif not gappy:
         starts = [0, 8, 16, 24]
         fields["k_seqinfo"] = _info(starts, lengths)
-    elif kind.keys == "slots":
+    elif not paged:
         starts = [1, 6, 15, 24]
         fields["k_seqinfo"] = _info(starts, lengths)
     else:
@@ -79,20 +87,18 @@ def _blocks(name):
         ends = [start + n for start, n in zip(starts, lengths, strict=False)]
         fields["k_seqinfo"] = _info(starts, ends)
     rows = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=False)]
-    if "pages" in kind.keys:
+    if paged:
         table = torch.tensor([[3, 1], [5, 0], [2, 4]], dtype=torch.int32)
         fields |= {"block_tables": table, "page_size": 4}
-        first = [0, 8, 16] if kind.keys == "pages" else [0, 0, 0]
+        first = [0, 0, 0] if gappy else [0, 8, 16]
         rows = [row - at for row, at in zip(rows, first, strict=True)]
         rows = [table[i, row // 4].long() * 4 + row % 4 for i, row in enumerate(rows)]
-    return fields, rows, starts[-1] if kind.keys in ("packed", "slots") else 24
+    return fields, rows, 24 if paged else starts[-1]
 
 
 def _seen(T, N, name, fields):
     """One block's mask by the name of its class: bool [T, N]."""
-    top = name in ("LowerTriangularMask", "BlockDiagonalCausalMask",
-                   "BlockDiagonalCausalLocalAttentionMask")  # fmt: skip
-    distance = torch.arange(T)[:, None] + (0 if top else N - T) - torch.arange(N)
+    distance = torch.arange(T)[:, None] + (0 if name in TOP_LEFT else N - T) - torch.arange(N)
     seen = torch.ones(T, N, dtype=torch.bool)
     if "Causal" in name or "Triangular" in name:
         seen &= distance >= 0

@@ -15,8 +15,12 @@ from coverage import CoverageData
 from parso import parse
 from parso.tree import NodeOrLeaf
 
-# Compilers run in processes of their own, which coverage does not see.
-_COMPILED = ("tests/kernels/test_compile.py", "tests/kernels/test_assembly.py")
+# Compilers and ranks run in processes of their own, which coverage does not see.
+_ELSEWHERE = {
+    "kernels/": ["tests/kernels/test_compile.py", "tests/kernels/test_assembly.py"],
+    "fastattn/parallel/": ["tests/parallel"],
+    "fastattn/models/tensor_parallel.py": ["tests/parallel"],
+}
 _FIRST_FILES, _FIRST_SECONDS, _SECONDS = 4, 20.0, 150.0
 
 
@@ -59,7 +63,8 @@ class CoverageMap:
         rest = list(_within(_SECONDS, self._spread(by_file, nearest, {x for x, _ in early})))
         chosen = [zip(*tests, strict=True) for tests in (early, rest) if tests]
         batches = [([*names], 60 + 8 * sum(seconds)) for names, seconds in chosen]
-        return [*batches, *([([*_COMPILED], 3600)] if file.startswith("kernels/") else [])]
+        others = [(tests, 3600.0) for name, tests in _ELSEWHERE.items() if file.startswith(name)]
+        return [*batches, *others]
 
     def _spread(
         self, by_file: dict[str, list[str]], files: list[str], seen: set[str] = frozenset()
