@@ -220,6 +220,18 @@ def test_few_kv_heads_keep_all_multiprocessors_busy(
     assert sum(blocks) / (132 * max(blocks)) >= 0.9
 
 
+@pytest.mark.parametrize("tiles", [100, 500, 1000, 1500, 2000, 2300, 2900, 3500, 5700])
+def test_how_busy_programs_are_that_take_tiles_in_turns(tiles: int) -> None:
+    """Of lengths that fall to 0; every other round goes backwards."""
+    work = [0.0] * 1000
+    for i in range(tiles):
+        turn, place = divmod(i, 1000)
+        work[999 - place if turn % 2 else place] += 1 - i / tiles
+    assert host._busy(tiles / 1000, slanted=True) == pytest.approx(
+        sum(work) / 1000 / max(work), rel=0.01
+    )
+
+
 def test_parts_are_bounded() -> None:
     """Each is an fp32 copy of dK and dV, for the time of a call."""
     for heads, G in ((1, 71), (3, 5), (8, 4), (40, 2)):

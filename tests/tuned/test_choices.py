@@ -189,6 +189,19 @@ def test_a_tile_that_is_none_is_ignored_with_one_warning(
     assert tiles.lookup("forward", 2, 64) == usual
 
 
+def test_findings_that_cannot_be_looked_for_are_told(
+    plant: Plant, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant("verification", WRONG)
+
+    def environment(device: torch.device) -> Environment:
+        raise OSError("no disk")
+
+    monkeypatch.setattr(choices, "environment", environment)
+    with pytest.warns(UserWarning, match="no folder for results: no disk"):
+        assert backend(*inputs(device)) == "triton"
+
+
 def test_what_is_faster_serves(plant: Plant, device: str) -> None:
     qkv = inputs(device, requires_grad=False)
     plant("backends", {"backend": "torch"})
