@@ -178,14 +178,16 @@ def operators() -> dict[str, Operator]:
 
 
 def changes_nothing(node: NodeOrLeaf) -> bool:
-    """Is it part of a type hint, of an overload or of what only type checkers read?"""
+    """Is it part of a type hint, of an overload or of what only type checkers read, or a bare *?"""
     part: NodeOrLeaf | None = node
     while part is not None and (of := part.parent) is not None:
         before = part.get_previous_sibling()
         hint = of.type in ("annassign", "tfpdef") and before is not None and _text(before) == ":"
         returned = of.type == "funcdef" and of.annotation is part
         checked = part.type == "if_stmt" and "TYPE_CHECKING" in part.children[1].get_code()
-        if hint or returned or checked or (part.type == "decorated" and "@overload" in _text(part)):
+        bare = of.type == "parameters" and part.type == "operator"
+        overload = part.type == "decorated" and "@overload" in _text(part)
+        if hint or returned or checked or bare or overload:
             return True
         part = of
     return False
