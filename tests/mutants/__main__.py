@@ -175,13 +175,16 @@ def _seen_by(mutation: MutationSpec, tests: list[str], limit: float) -> str | No
     while tests:
         with use_mutation(mutation.module_path, operator, mutation.occurrence):
             saw = _first_failing(tests, limit)
-        if saw and "::" not in saw:
-            return saw if _first_failing(tests, limit) is None else None
-        if saw and saw not in _sound:
-            _sound[saw] = _first_failing([saw], limit) is None
-        if saw is None or _sound[saw] or saw not in tests:
-            return saw if saw and _sound[saw] else None
-        tests.remove(saw)
+        if saw is None or _sound.get(saw):
+            return saw
+        # Without the mutant: all of them, where pytest ended before a test.
+        unsound = _first_failing([saw] if "::" in saw else tests, limit)
+        _sound[unsound or saw] = unsound is None
+        if unsound is None:
+            return saw
+        if unsound not in tests:
+            return None
+        tests.remove(unsound)
     return None
 
 
