@@ -142,6 +142,7 @@ def assert_pass(
     actual = server.backend.forward(q, k, v, attention, fb, True, **kwargs)
     assert torch.equal(k, kept)
     o, *lse = actual if "return_lse" in kwargs else [actual]
+    assert all(x.is_contiguous() for x in lse)  # as its kernels that merge want
     offsets = torch.tensor((0, *new)).cumsum(0)
     held = torch.tensor(older) + torch.tensor(new)
 
