@@ -20,6 +20,7 @@ _ELSEWHERE = {
     "kernels/": ["tests/kernels/test_compile.py", "tests/kernels/test_assembly.py"],
     "fastattn/parallel/": ["tests/parallel"],
     "fastattn/models/tensor_parallel.py": ["tests/parallel"],
+    "fastattn/functional/sharded.py": ["tests/functional/test_sharded.py"],
 }
 _FIRST_FILES, _FIRST_SECONDS, _SECONDS = 4, 20.0, 150.0
 
