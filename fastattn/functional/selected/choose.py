@@ -62,7 +62,7 @@ def select_blocks(
     checks.check_tensors(q, k, k)
     q, k, _, _ = inputs.autocast(q, k, k, {})
     sizes = checks.check_qkv(q, k, k)
-    per_block = _check_pool(pool, block_k)
+    per_block = _keys_of_block(pool, block_k)
     n, first, latest = check_numbers(n, first, latest)
     offset = checks.check_count("query_offset", query_offset, 0)
     H_s = k.shape[1] if lists is None else checks.check_count("lists", lists, 1)
@@ -118,10 +118,16 @@ def check_numbers(n: int, first: int, latest: int) -> tuple[int, int, int]:
     return n, first, latest
 
 
-def _check_pool(pool: tuple[int, int], block_k: int) -> int:
-    """Number of keys that begin in a block."""
+def check_pool(pool: tuple[int, int]) -> tuple[int, int]:
+    """Check the number of a pooled key's tokens, and the distance between keys."""
     checks.check_pair("pool", pool, "(tokens, step)")
     tokens, step = (checks.check_count(f"pool[{i}]", x, 1) for i, x in enumerate(pool))
+    return tokens, step
+
+
+def _keys_of_block(pool: tuple[int, int], block_k: int) -> int:
+    """Number of keys that begin in a block."""
+    tokens, step = check_pool(pool)
     block_k = checks.check_count("block_k", block_k, 1)
     if tokens % step:
         raise ValueError(f"pool[0] must be a multiple of pool[1], got {tokens} and {step}")

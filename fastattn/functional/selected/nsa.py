@@ -8,7 +8,7 @@ from ... import checks, tracing
 from ...ops import spread
 from ..fused_attention import attention
 from .block_sparse_attention import selected_attention
-from .choose import select_blocks
+from .choose import check_pool, select_blocks
 
 
 def pooled_attention(
@@ -35,7 +35,7 @@ def pooled_attention(
         of the first key.
     """
     spread.refuse("pooled_attention")
-    length, step = pool
+    length, step = check_pool(pool)
     H_q, T = q.shape[1:3]
     front = -(length - 1) % step
     behind = (length - 1 + front) // step
@@ -91,7 +91,8 @@ def native_sparse_attention(
     """
     checks.check_tensors(q, k, v)
     sizes = checks.check_qkv(q, k, v, dtype="")
-    sizes["T_p"] = max(0, (sizes["T_q"] - pool[0]) // pool[1] + 1)
+    length, step = check_pool(pool)
+    sizes["T_p"] = max(0, (sizes["T_q"] - length) // step + 1)
     checks.check_input("gates", gates, "", "B H_q T_q 3", q, sizes)
     checks.check_input("k_pooled", k_pooled, "", "B H_k T_p D", q, sizes)
     checks.check_input("v_pooled", v_pooled, "", "B H_k T_p D_v", q, sizes)

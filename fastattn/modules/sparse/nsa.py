@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ... import checks
 from ...functional.selected import native_sparse_attention
-from ...functional.selected.choose import check_numbers
+from ...functional.selected.choose import check_numbers, check_pool
 from .layer import SparseLayer
 
 
@@ -48,12 +48,12 @@ class NativeSparseAttention(SparseLayer):
         self.how: dict[str, Any] = {x: checks.check_count(x, y, 1) for x, y in sizes.items()}
         n, first, latest = check_numbers(n, first, latest)
         self.how.update(first=first, latest=latest)
-        self.pool = pool
+        self.pool = length, _ = check_pool(pool)
         factory: Any = self.factory
         self.gate_proj = nn.Linear(embed_dim, 3 * num_heads, **factory)
         for name, D in (("k", self.head_dim), ("v", self.v_head_dim)):
-            self.add_module(f"{name}_pool", nn.Linear(pool[0] * D, D, bias=False, **factory))
-            places = nn.Parameter(torch.zeros(pool[0], D, **factory))
+            self.add_module(f"{name}_pool", nn.Linear(length * D, D, bias=False, **factory))
+            places = nn.Parameter(torch.zeros(length, D, **factory))
             self.register_parameter(f"{name}_places", places)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
