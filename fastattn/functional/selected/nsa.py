@@ -33,8 +33,13 @@ def pooled_attention(
     Returns:
         (o [B, H_q, T, D_v], lse fp32 [B, H_q, T]), both differentiable; 0 and -inf before the end
         of the first key.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
     """
     spread.refuse("pooled_attention")
+    checks.check_tensors(q, k, v)
+    checks.check_qkv(q, k, v, dtype="")
     length, step = check_pool(pool)
     H_q, T = q.shape[1:3]
     front = -(length - 1) % step
