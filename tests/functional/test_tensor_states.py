@@ -8,7 +8,7 @@ import pytest
 import torch
 from nightly import gate_cases
 from outcomes import outcome, parts, succeeded
-from public_calls import H_Q, B, D, Function, T, calls
+from public_calls import Function, calls
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -16,7 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fastattn
 from fastattn.options import LEARNED
 from fastattn.testing.inputs import draws
-from fastattn.testing.option_examples import option_examples
 
 pytestmark = pytest.mark.usefixtures("nothing_known")
 
@@ -66,13 +65,15 @@ def test_the_negative_bit_changes_no_result(name: str, device: str) -> None:
         assert outcome_of(name, function, tensors | changed) == expected, some
 
 
-def test_the_default_device_changes_no_result() -> None:
-    rows = draws()(3, B, H_Q, T, D)
-    for name, options in option_examples(H_Q, H_Q, T, T, D, reach=4).items():
-        call = partial(fastattn.attention, *rows, backend="torch", **options)
-        expected = call()
-        with torch.device("meta"):
-            assert same(call(), expected), name
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("name", [name for name in CALLS if "append" in name])
+def test_the_default_device_changes_no_append(name: str, backend: str) -> None:
+    """Generated calls have one of their own."""
+    function, tensors = calls("cpu")[name]
+    with torch.device("meta"):  # first, of a call that is not known
+        actual = outcome_of(name, partial(function, backend), tensors)
+    assert succeeded(actual), actual
+    assert outcome_of(name, partial(function, backend), tensors) == actual
 
 
 # torch derives by itself what it computes backward.

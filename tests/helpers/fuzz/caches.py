@@ -54,9 +54,9 @@ def attend(case: Case, draw: Draw, filled: Filled, how: dict[str, Any]) -> None:
     splits = {} if "batch_invariant" in options else splits
     q = inputs(case)[0]
     given = {**how, **splits, **options}
-    o, lse = fastattn.decode_attention(q, view, return_lse=True, **given)
+    o, lse = case.call_of(fastattn.decode_attention, q, view, return_lse=True, **given)
     if how.get("backend") == "torch":
-        o = fastattn.decode_attention(q, view, **given)
+        o = case.call_of(fastattn.decode_attention, q, view, **given)
     how = {"counts": counts.clamp(0, T_q), "orders": ORDERS}
     assert_decoded((o, lse), q, filled, **how, **options)
 
@@ -99,8 +99,8 @@ def paged(case: Case, how: dict[str, Any]) -> None:
     if draw.chance(0.3):
         shape = (*packed.shape[:2], case.D_v)
         how = {**how, "out": laid(packed.new_zeros(1, *shape), draw.choice("bthd", "wide"))[0]}
-    actual = fastattn.attention_paged(
-        packed, filled.view, offsets, return_lse=True, **how, **options
+    actual = case.call_of(
+        fastattn.attention_paged, packed, filled.view, offsets, return_lse=True, **how, **options
     )
     assert "out" not in how or actual[0] is how["out"]
     total = sum(counts)
@@ -196,7 +196,9 @@ def cascade(case: Case, how: dict[str, Any]) -> None:
     shape = (1, case.H_k, P)
     start = [draw.normal(*shape, width).to(case.dtype) for width in (case.D, case.D_v)]
     prefix = fill(draw.choice("contiguous", "pages-of-3"), *start, torch.tensor([P]))
-    actual = fastattn.cascade_attention(q, prefix.view, own.view, return_lse=True, **how, **options)
+    actual = case.call_of(
+        fastattn.cascade_attention, q, prefix.view, own.view, return_lse=True, **how, **options
+    )
     keys, values = (
         torch.cat((x.to(y.dtype).expand(case.B, -1, -1, -1), y), 2)
         for x, y in ((prefix.k, own.k), (prefix.v, own.v))

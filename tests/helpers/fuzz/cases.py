@@ -1,6 +1,7 @@
 """A case: a call of a public function, drawn from a seed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -76,6 +77,7 @@ TRAITS = {
     "lse": 0.1,  # gradients of lse alone
     "some": 0.3,  # gradients of some inputs
     "chunks": 0.7,  # torch holds the scores of few queries at once
+    "elsewhere": 0.2,  # tensors are made on another device unless it is named
 }
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -114,6 +116,11 @@ class Case:
     def learns(self) -> bool:
         """Whether gradients are requested."""
         return self.call in CALLS and CALLS[self.call].learns and "forward" not in self.traits
+
+    def call_of(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function, with the case's default device."""
+        with torch.device("meta") if "elsewhere" in self.traits else nullcontext():
+            return function(*args, **kwargs)
 
     def random(self, name: str) -> Draw:
         """The numbers of one part of the case, the same whatever other parts there are."""

@@ -129,7 +129,7 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
     for turn in range(4 if "again" in case.traits else 1):
         # The last of them in other layouts.
         made = make(turned if turn == 3 else case, f"/{turn}")
-        ours = partial(function or call.function, **_how(case), **made.alone)
+        ours = partial(case.call_of, function or call.function, **_how(case), **made.alone)
         ours, theirs = _dropping_alike(case, ours, call.oracle)
         assert_matches_reference(
             _asked(case, ours),
