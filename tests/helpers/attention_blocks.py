@@ -268,7 +268,7 @@ def _sunk(s: Tensor, v: Tensor, first: bool) -> Tensor:
     z = v.mean((0, 2, 3)).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
     s = torch.cat([z, s], -1) * 0.5 if first else torch.cat([s, z], -1)
     weights = (s - s.amax(-1, keepdim=True)).softmax(-1)
-    return (weights[..., 1:] if first else weights[..., :-1]) @ v
+    return (weights[..., 1:] if first else weights[:, :, :, :-1]) @ v
 
 
 def _in_one_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -304,7 +304,9 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     "five": lambda q, k, v, s, m: ((q[:, None] @ k[:, None].mT - 1.0 * m).softmax(-1) @ v[:, None])[
         :, 0
     ],
-    "two": lambda q, k, v, s, m: ((q[0, 0] @ k[0, 0].T).softmax(-1) @ v[0, 0]).expand_as(v),
+    "two": lambda q, k, v, s, m: (
+        (v[0, 0].T @ (q[0, 0] @ k[0, 0].T).softmax(-1).t()).T.expand_as(v)
+    ),
     "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
     "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
     "one-batch": lambda q, k, v, s, m: _in_one_batch(q, k, v),

@@ -185,7 +185,7 @@ def not_differentiable(*_: Any) -> None:
 def test_tensors_that_learn(
     way: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against autograd of the dense formula, beside dropout.
+    """Gradients of o and lse are autograd's of the dense formula, beside dropout.
 
     By exact sums, by atomics, and by the formula in chunks of 4 queries if no derivative is known.
     """
@@ -195,7 +195,7 @@ def test_tensors_that_learn(
     mod, shape, dense = LEARNED[name]
     seed = torch.tensor([3, 5])
     keep = fastattn.dropout_keep_mask(seed, 0.3, B, H, T_q, T_k)
-    direction = draws(seed=1)(B, H, T_q, D)
+    directions = draws(seed=1)(B, H, T_q, D), draws(seed=2)(B, H, T_q)
 
     def of(dtype: torch.dtype) -> list[Tensor]:
         q, k, v = (x.detach().to(dtype) for x in make_qkv(B, H, H_k, T_q, T_k, D, device="cpu"))
@@ -203,19 +203,21 @@ def test_tensors_that_learn(
         k, v = (x.repeat_interleave(H // H_k, 1) for x in (k, v))
         x = dense(D**-0.5 * leaves[0] @ k.mT, leaves[1]).masked_fill(APART < 0, -math.inf)
         o = torch.where(keep, x.softmax(-1), 0.0) / 0.7 @ v
-        return list(torch.autograd.grad(o, leaves, direction.to(dtype)))
+        results, grads = (o, x.logsumexp(-1)), [x.to(dtype) for x in directions]
+        return list(torch.autograd.grad(results, leaves, grads))
 
     q, k, v = make_qkv(B, H, H_k, T_q, T_k, D, device=device)
     learned = draw(*shape).to(device).requires_grad_()
     how = to_device({"dropout": 0.3, "dropout_seed": seed, "causal": True}, device)
     how |= {"backend": "torch" if way == "torch" else "triton", "deterministic": way != "atomics"}
-    o = fastattn.attention(q, k, v, score_mod=mod, mod_tensors=(learned,), **how)
-    actual = torch.autograd.grad(o, (q, learned), direction.to(device), retain_graph=True)
+    how |= {"score_mod": mod, "mod_tensors": (learned,), "return_lse": True}
+    results, grads = fastattn.attention(q, k, v, **how), [x.to(device) for x in directions]
+    actual = torch.autograd.grad(results, (q, learned), grads, retain_graph=True)
     exact = of(torch.float64)
     naive = worst_naive(exact, lambda: of(torch.float32))
     assert_all_within_budget(("dq", "learned"), [x.cpu() for x in actual], exact, naive)
     if way != "atomics":
-        alone = torch.autograd.grad(o, learned, direction.to(device))[0]
+        alone = torch.autograd.grad(results, learned, grads)[0]
         assert torch.equal(alone, actual[1])
 
 

@@ -222,7 +222,7 @@ def test_few_kv_heads_keep_all_multiprocessors_busy(
 
 @pytest.mark.parametrize("tiles", [100, 500, 1000, 1500, 2000, 2300, 2900, 3500, 5700])
 def test_how_busy_programs_are_that_take_tiles_in_turns(tiles: int) -> None:
-    """Of lengths that fall to 0; every other round goes backwards."""
+    """Lengths fall to 0; every other round goes backwards."""
     work = [0.0] * 1000
     for i in range(tiles):
         turn, place = divmod(i, 1000)
