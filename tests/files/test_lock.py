@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,23 @@ def test_the_lock_of_a_file_that_was_removed_is_not_held(
         assert path.exists()
         with pytest.raises(LockedError), locked(path):
             pass
+
+
+def test_a_folder_that_is_removed_before_its_lock_is_opened_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "folder" / "lock", os.open
+    removed: list[bool] = []
+
+    def opened(*arguments: Any) -> int:
+        if not removed:
+            removed.append(True)
+            path.parent.rmdir()
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "open", opened)
+    with locked(path):
+        assert path.exists()
 
 
 def test_a_link_is_not_followed_and_missing_locks_are_named(

@@ -304,9 +304,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     "five": lambda q, k, v, s, m: ((q[:, None] @ k[:, None].mT - 1.0 * m).softmax(-1) @ v[:, None])[
         :, 0
     ],
-    "two": lambda q, k, v, s, m: (
-        (v[0, 0].T @ (q[0, 0] @ k[0, 0].T).softmax(-1).t()).T.expand_as(v)
-    ),
+    "two": lambda q, k, v, s, m: (v[0, 0].T @ (q[0, 0] @ k[0, 0].T).softmax(-1).t()).T.expand_as(v),
     "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
     "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
     "one-batch": lambda q, k, v, s, m: _in_one_batch(q, k, v),

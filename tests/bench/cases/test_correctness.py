@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fastattn import reference
-from fastattn.bench.cases import correctness
+from fastattn.bench.cases import correctness, peers
 from fastattn.bench.cases.case import Case
 from fastattn.bench.cases.inputs import OPTIONS, make_inputs
 
@@ -38,6 +38,18 @@ def test_every_head_is_that_of_the_whole(monkeypatch, option):
     correctness.check(case, wrong, grads, correctness.expect(case, inputs))
     with pytest.raises(AssertionError, match="exceeds the budget"):
         correctness.check(case, wrong, grads, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (5, 3), (5, None)])
+def test_flex_attention_is_given_the_mask_of_the_case(causal, window):
+    case = replace(CASE, causal=causal, window=window, lengths=(24, 7, 12), T_q=20)
+    inputs = make_inputs(case)
+    places = (torch.arange(n).view(-1, *[1] * i) for n, i in ((3, 3), (4, 2), (20, 1), (24, 0)))
+    actual = peers._flex_mask(case, inputs)(*places)
+    how = {"causal": causal, "window": window, "key_lengths": inputs.key_lengths}
+    expected = reference.visible_mask(20, 24, **how)
+    assert torch.equal(*torch.broadcast_tensors(actual, expected))
 
 
 def test_chunks_fit_the_memory_that_is_free(monkeypatch):
