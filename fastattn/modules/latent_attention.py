@@ -22,7 +22,7 @@ from ..rotary import (
 )
 from ..rotary_scaling import RotaryScaling
 from . import checks as module_checks
-from .layer import HeadNorm
+from .layer import HeadNorm, shown
 from .layer_cache import decodes
 from .sharded import factory_options, plain_weight
 
@@ -355,8 +355,12 @@ class MultiheadLatentAttention(nn.Module):
         return LatentCache(batch_size, max_length, *widths, quantize=quantize, **options)
 
     def extra_repr(self) -> str:
-        return (
-            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
-            f"kv_latent_dim={self.kv_latent_dim}, nope_dim={self.nope_dim}, "
-            f"rope_dim={self.rope_dim}, v_head_dim={self.v_head_dim}"
-        )
+        sizes = ("embed_dim", "num_heads", "kv_latent_dim", "nope_dim", "rope_dim", "v_head_dim")
+        options = {
+            "causal": "" if self.causal else "False",
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks is not None,
+            "backend": self.backend and repr(self.backend),
+        }
+        return shown({**{name: str(getattr(self, name)) for name in sizes}, **options})

@@ -171,32 +171,29 @@ class AttentionLayer(SeparateProjections):
         return KVCache(*sizes, value_dim=self.v_head_dim, **options)
 
     def extra_repr(self) -> str:
-        parts = [
-            f"embed_dim={self.embed_dim}",
-            f"num_heads={self.num_heads}",
-            f"num_kv_heads={self.num_kv_heads}",
-            f"head_dim={self.head_dim}",
-        ]
-        if self.v_head_dim != self.head_dim:
-            parts.append(f"v_head_dim={self.v_head_dim}")
-        shared = {
+        sizes = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
+        return shown({
+            **{name: getattr(self, name) for name in sizes},
+            "v_head_dim": None if self.v_head_dim == self.head_dim else self.v_head_dim,
+            **self.repr_values(),
             "scoring": None if self.scoring == "scaled_dot" else repr(self.scoring),
             **{name: getattr(self, name) for name in _SCORE_OPTIONS},
             "sinks": self.sinks is not None,
-            "output_gate": None if self.output_gate is None else repr(self.output_gate),
+            "output_gate": self.output_gate and repr(self.output_gate),
             "dropout": self.dropout,
             "attention_dropout": self.attention_dropout,
             "scale": self.scale,
-            "backend": None if self.backend is None else repr(self.backend),
-        }
-        for name, value in {**self.repr_values(), **shared}.items():
-            if value:
-                parts.append(f"{name}={value}")
-        return ", ".join(parts)
+            "backend": self.backend and repr(self.backend),
+        })  # fmt: skip
 
     def repr_values(self) -> dict[str, Any]:
         """Further constructor arguments; shown unless None, 0 or False."""
         return {}
+
+
+def shown(options: Mapping[str, Any]) -> str:
+    """Arguments of a constructor, but for those that are None, 0 or False."""
+    return ", ".join(f"{name}={value}" for name, value in options.items() if value)
 
 
 def _separate_gates(layer: Any, tensors: MutableMapping[str, Any], prefix: str, *_: object) -> None:

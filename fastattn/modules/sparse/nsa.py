@@ -74,4 +74,4 @@ class NativeSparseAttention(SparseLayer):
         return pooled
 
     def repr_values(self) -> dict[str, Any]:
-        return {**self.how, "pool": self.pool}
+        return {**{name: str(x) for name, x in self.how.items()}, "pool": self.pool}
