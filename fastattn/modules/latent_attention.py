@@ -24,6 +24,7 @@ from ..rotary_scaling import RotaryScaling
 from . import checks as module_checks
 from .layer import HeadNorm, shown
 from .layer_cache import decodes
+from .options import SharedOptions, passed_as
 from .sharded import factory_options, plain_weight
 
 _Tables = tuple[Tensor, Tensor] | None
@@ -359,8 +360,7 @@ class MultiheadLatentAttention(nn.Module):
         options = {
             "causal": "" if self.causal else "False",
             "window": self.window,
-            "softcap": self.softcap,
-            "sinks": self.sinks is not None,
+            **{name: getattr(self, name, None) for name in passed_as(SharedOptions, "score")},
             "backend": self.backend and repr(self.backend),
         }
         return shown({**{name: str(getattr(self, name)) for name in sizes}, **options})

@@ -51,8 +51,8 @@ def fp8_bounds(
     o, lse = reference.attention(q, k, v, return_lse=True, **arguments)
     heavy = reference.attention(q, k, v.abs(), **arguments)
     assert isinstance(heavy, Tensor)
-    # Without scores and sink every weight is 1 over the number of visible keys.
-    masks = {n: x for n, x in arguments.items() if n not in ("scale", "softcap", "sinks")}
+    # Without scores every weight is 1 over the number of visible keys, and the sink.
+    masks = {n: x for n, x in arguments.items() if n not in ("scale", "softcap")}
     mean, log_count = reference.attention(q * 0, k, v.abs(), return_lse=True, **masks)
     total = mean * log_count.exp()[..., None]
     scale = arguments.get("scale") or D**-0.5

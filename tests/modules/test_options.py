@@ -25,9 +25,9 @@ def test_models_have_the_defaults_of_layers():
         (GQAttention(8, 2, causal=False, v_head_dim=3, rotary="half", scoring="dot"),
          "embed_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, v_head_dim=3, causal=False, "
          "rotary='half', rotary_base=10000, rotary_dim=4, scoring='dot'"),
-        (MultiheadLatentAttention(8, 2, kv_latent_dim=4, nope_dim=4, rope_dim=0, window=3, sinks=True),
+        (MultiheadLatentAttention(8, 2, kv_latent_dim=4, nope_dim=4, rope_dim=0, window=3),
          "embed_dim=8, num_heads=2, kv_latent_dim=4, nope_dim=4, rope_dim=0, v_head_dim=4, "
-         "window=3, sinks=True"),
+         "window=3"),
         (NativeSparseAttention(8, 2, first=0, backend="torch"),
          "embed_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, block_k=64, n=16, window=512, "
          "first=0, latest=2, pool=(32, 16), backend='torch'"),

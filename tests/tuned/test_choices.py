@@ -16,6 +16,7 @@ from fastattn import attention, dispatch, explain
 from fastattn.functional import call_memo
 from fastattn.kernels.launch import tiles
 from fastattn.ops import attention_ops
+from fastattn.options import Options
 from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.tuned import choices, store
 from fastattn.tuned.environment import Environment
@@ -25,6 +26,7 @@ HERE = Environment("A GPU", 4, "550.1", "2.13.0", "3.7.1", "0" * 16)
 DAY = "2026-01-31"
 
 
+ATOMIC = Options(atomic_dq=True)
 WRONG = {"family": "forward", "verdict": "wrong", "reason": "o is 9.1 of its budget in causal"}
 FOUND = f"fastattn verify found forward wrong on this device ({DAY}): {WRONG['reason']}"
 TORCH = f"fastattn tune found torch faster on this device (triton 0.75 ms, torch 0.5 ms), {DAY}"
@@ -144,6 +146,9 @@ def test_one_pass_that_is_wrong_or_slower_leaves_two(
     assert told.backend == "triton" and not told.one_pass
     assert told.reasons["one-pass"].startswith(reason)
     assert explain(*qkv, deterministic=False, backend="triton").one_pass
+    # What is slower is proven.
+    unproven = [choices.why_unproven("triton", *qkv, ATOMIC, learns) for learns in (True, False)]
+    assert [x is not None for x in unproven] == [kind == "verification", False]
     grads = [
         torch.autograd.grad(attention(*qkv, deterministic=flag).float().sum(), qkv)
         for flag in (True, False)
