@@ -63,7 +63,7 @@ def select_blocks(
     q, k, _, _ = inputs.autocast(q, k, k, {})
     sizes = checks.check_qkv(q, k, k)
     per_block = _keys_of_block(pool, block_k)
-    n, first, latest = check_numbers(n, first, latest)
+    n, first, latest = check_block_counts(n, first, latest)
     offset = checks.check_count("query_offset", query_offset, 0)
     H_s = k.shape[1] if lists is None else checks.check_count("lists", lists, 1)
     if q.shape[1] % H_s:
@@ -109,7 +109,7 @@ def _best(
     return formula.best(scores, n)
 
 
-def check_numbers(n: int, first: int, latest: int) -> tuple[int, int, int]:
+def check_block_counts(n: int, first: int, latest: int) -> tuple[int, int, int]:
     """Check how many blocks a list has, and how many of them are always selected."""
     numbers = {"n": n, "first": first, "latest": latest}
     n, first, latest = (checks.check_count(x, y, 0) for x, y in numbers.items())

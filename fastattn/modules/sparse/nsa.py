@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ... import checks
 from ...functional.selected import native_sparse_attention
-from ...functional.selected.choose import check_numbers, check_pool
+from ...functional.selected.choose import check_block_counts, check_pool
 from .layer import SparseLayer
 
 
@@ -46,7 +46,7 @@ class NativeSparseAttention(SparseLayer):
         super().__init__(embed_dim, num_heads, num_kv_heads, options)
         sizes = {"block_k": block_k, "n": n, "window": window}
         self.how: dict[str, Any] = {x: checks.check_count(x, y, 1) for x, y in sizes.items()}
-        n, first, latest = check_numbers(n, first, latest)
+        n, first, latest = check_block_counts(n, first, latest)
         self.how.update(first=first, latest=latest)
         self.pool = length, _ = check_pool(pool)
         factory: Any = self.factory
