@@ -209,7 +209,7 @@ def module_calls() -> Calls:
             fastattn.CausalGQAttention, rotary="half", attention_dropout=0.1
         ),
         "NativeSparseAttention": partial(
-            fastattn.NativeSparseAttention, num_kv_heads=1, block_k=16, n=2, window=8, pool=(8, 4)
+            fastattn.NativeSparseAttention, num_kv_heads=1, block_k=16, n=3, window=8, pool=(8, 4)
         ),
         "MoBAttention": partial(fastattn.MoBAttention, block_k=16, n=2),
         "swap": swapped_layer,
