@@ -41,7 +41,7 @@ def put(function: Callable[..., Tensor]) -> None:
     with _lock:
         _ours, _wanted = function, True
         _holders = list(_found())
-        # Also lists the builtins of torch.jit.script, once, while torch's function is among them.
+        # torch.jit.script takes it for torch's own.
         _builtins._register_builtin(function, f"aten::{_NAME}")
         _apply()
 

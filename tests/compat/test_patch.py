@@ -143,18 +143,12 @@ def attends(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x)
 
 
-def attends_later(x: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(x, x, x)
-
-
 def test_scripts_have_torchs_function(monkeypatch):
-    """torch lists its builtins once."""
-    monkeypatch.setattr(torch.jit._builtins, "_builtin_table", None)
+    monkeypatch.setattr(torch.jit._builtins, "_builtin_table", None)  # as before the first script
     with fastattn.patch_sdpa():
-        scripts = [torch.jit.script(attends)]
-    scripts.append(torch.jit.script(attends_later))
+        script = torch.jit.script(attends)
     x = torch.randn(1, 2, 3, 4)
-    assert all(torch.equal(script(x), torch_attention(x, x, x)) for script in scripts)
+    assert torch.equal(script(x), torch_attention(x, x, x))
 
 
 def test_the_library_itself_keeps_torchs_function(doubling):

@@ -68,7 +68,7 @@ def test_the_negative_bit_changes_no_result(name: str, device: str) -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("name", [name for name in CALLS if "append" in name])
 def test_the_default_device_changes_no_append(name: str, backend: str) -> None:
-    """Generated calls have one of their own."""
+    """Other calls are generated, some with a default device of their own."""
     function, tensors = calls("cpu")[name]
     with torch.device("meta"):  # first, of a call that is not known
         actual = outcome_of(name, partial(function, backend), tensors)
