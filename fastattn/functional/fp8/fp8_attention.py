@@ -66,7 +66,7 @@ class _Call(NamedTuple):
 
     def stand_ins(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Expanded scalars in another dtype with the shapes of q, k and v."""
-        number = torch.zeros(1, dtype=dtype, device=self.q.device)
+        number = self.q.new_zeros(1, dtype=dtype)
         return (
             number.expand(self.q.shape), number.expand(self.k.shape), number.expand(self.v.shape)
         )  # fmt: skip
