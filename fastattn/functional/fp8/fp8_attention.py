@@ -200,6 +200,7 @@ def explain_fp8(
     """
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     call = _checked_fp8(q, k, v, scales, out_dtype, dict(options))
+    checks.check_flag("return_lse", return_lse)
     choice = _choose(call, out_dtype, backend)
     if choice.backend != "hopper":
         return choice
