@@ -30,7 +30,8 @@ from fastattn.torch_backend import additive, dropout, statistics, torch_attentio
 from fastattn.torch_backend.selected import selected_formula as selected
 
 from . import caches, histories
-from .cases import LAYOUTS, ORDERS, Case, drawn, legal
+from .cases import DERIVED, FORMULA, LAYOUTS, ORDERS, Case, drawn, legal
+from .derivatives import BY_FORMULA, by_levels, by_reverse, by_transform, derived
 from .flash_calls import flash_case
 from .tensors import inputs, poisoned, relaid
 from .values import drawn_options
@@ -100,6 +101,9 @@ def _setting(case: Case) -> Iterator[None]:
                 stack.enter_context(
                     mock.patch.object(decode_splits, "_chunk_pays", lambda *call: True)
                 )
+            if DERIVED & case.traits and not FORMULA.intersection(case.options):
+                for module, name in BY_FORMULA:
+                    stack.enter_context(mock.patch.object(module, name, None))
             if "parts" in case.traits:
                 parts = case.random("parts").integer(1, case.G)
                 launches.forget()
@@ -131,6 +135,8 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
         made = make(turned if turn == 3 else case, f"/{turn}")
         ours = partial(case.call_of, function or call.function, **_how(case), **made.alone)
         ours, theirs = _dropping_alike(case, ours, call.oracle)
+        ours = derived(case, ours, case.random("push").choice(by_levels, by_transform))
+        theirs = derived(case, theirs, by_reverse)
         assert_matches_reference(
             _asked(case, ours),
             *_with_poison(case, made, options),
