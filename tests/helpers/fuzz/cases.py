@@ -45,6 +45,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 _WITHOUT_FP64 = ("attention_fp8", "attention_varlen_fp8", "attention_block")
 # Of caches there is none of no rows, and packed sequences are those of a first row.
 _OF_CACHES = ("append", "decode_attention", "cascade_attention", "attention_varlen_fp8")
+_CASTS = (
+    "attention", "attention_varlen", "dot_product_attention", "multiplicative_attention",
+    "selected_attention", "additive_attention",
+)  # fmt: skip
 _HIDING = frozenset(
     ("window", "stride", "mask_mod", "score_mod", "key_lengths", "query_offset", "attn_mask",
      "attn_bias", "key_padding_mask", "documents", "positions")
@@ -83,6 +87,7 @@ TRAITS = {
     "elsewhere": 0.2,  # tensors are made on another device unless it is named
     "tangents": 0.08,  # in forward mode
     "twice": 0.08,  # gradients of gradients
+    "autocast": 0.2,  # fp32, which autocast casts to the 16 bits of the case, or fp64
 }
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -184,6 +189,8 @@ def legal(case: Case) -> Case:
         case = _for_hopper(case)
     if case.call == "additive_attention":
         case = replace(case, backend="torch")  # it has no kernel
+    if case.dtype is torch.float32 or case.call not in _CASTS:
+        case = replace(case, traits=case.traits - {"autocast"})
     if case.call == "flash_attn":  # which has no argument for a backend
         case = replace(case, traits=case.traits | {"environment"})
     if case.call == "selected_attention" and case.H_k == 3:
@@ -231,7 +238,7 @@ DERIVED = frozenset(("tangents", "twice"))
 FORMULA = frozenset(
     ("score_mod", "score_mod_grad", "relative_bias", "attn_bias", "attn_mask", *_SECOND, *_RELATIVE)
 )  # fmt: skip
-_DERIVES = ("attention", "attention_varlen", "dot_product_attention", "multiplicative_attention")
+_DERIVES = _CASTS[:4]
 
 
 def _of_derivatives(case: Case) -> Case:

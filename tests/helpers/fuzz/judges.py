@@ -21,6 +21,7 @@ from fastattn.functional import call_memo
 from fastattn.kernels import backward_dkv
 from fastattn.kernels.launch import decode_splits, launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.options import LIKE_Q
 from fastattn.testing import assert_matches_reference
 from fastattn.testing.calls import CALLS, Made
 from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near
@@ -134,6 +135,7 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
         # The last of them in other layouts.
         made = make(turned if turn == 3 else case, f"/{turn}")
         ours = partial(case.call_of, function or call.function, **_how(case), **made.alone)
+        ours = _cast(case.dtype, ours) if "autocast" in case.traits else ours
         ours, theirs = _dropping_alike(case, ours, call.oracle)
         ours = derived(case, ours, case.random("push").choice(by_levels, by_transform))
         theirs = derived(case, theirs, by_reverse)
@@ -161,6 +163,19 @@ def _other_numbers(fresh: dict[str, Any], options: dict[str, Any]) -> dict[str, 
         return all(part is None or isinstance(part, (bool, int, float)) for part in parts)
 
     return {name: x for name, x in fresh.items() if plain(x) and plain(options[name])}
+
+
+def _cast(dtype: torch.dtype, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under autocast, of fp32 that this casts back, or of fp64, which it leaves."""
+    wide = torch.promote_types(dtype, torch.float32)
+    narrow = torch.bfloat16 if dtype is torch.float64 else dtype
+
+    def call(*rows: Tensor, **given: Any) -> Any:
+        given |= {name: x.to(wide) for name, x in given.items() if name in LIKE_Q}
+        with torch.autocast("cpu", narrow):
+            return function(*(x.to(wide) for x in rows), **given)
+
+    return call
 
 
 def _seeded(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
