@@ -87,6 +87,7 @@ TRAITS = {
     "elsewhere": 0.2,  # tensors are made on another device unless it is named
     "tangents": 0.08,  # in forward mode
     "twice": 0.08,  # gradients of gradients
+    "shared": 0.1,  # keys and values are columns of one tensor
     "autocast": 0.2,  # fp32, which autocast casts to the 16 bits of the case, or fp64
 }
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -210,6 +211,10 @@ def legal(case: Case) -> Case:
             options.append(needs[case.seed % len(needs)])
     if "score_mod" in options and case.learns and "score_mod_grad" not in options:
         options.append("score_mod_grad")
+    if "key2" in options and "scale" in TAKES[case.call] and "shared" in case.traits:
+        options.append("scale")  # of which shared widths say nothing
+    elif "key2" in options:
+        case = replace(case, traits=case.traits - {"shared"})
     # A seed that is drawn in the call would be another one for each sequence, or part.
     if "dropout" in options and case.call in ("attention_varlen", "attention_block"):
         options.append("dropout_seed")

@@ -33,6 +33,10 @@ def inputs(case: Case, salt: str = "") -> tuple[Tensor, Tensor, Tensor]:
         x = x.to(case.dtype).expand(case.B, H, T, width)
         tensors.append(laid(x.to(case.device), layout))
     q, k, v = tensors
+    if "shared" in case.traits:  # beside one another, as a projection has them, or columns of k
+        both = torch.cat((k, v), 3)
+        of_keys = case.D_v <= case.D and case.random("shared").chance(0.5)
+        k, v = both[..., : case.D], both[..., : case.D_v] if of_keys else both[..., case.D :]
     return q, k, v
 
 
