@@ -87,6 +87,7 @@ TRAITS = {
     "elsewhere": 0.2,  # tensors are made on another device unless it is named
     "tangents": 0.08,  # in forward mode
     "twice": 0.08,  # gradients of gradients
+    "max": 0.1,  # the largest score of each query is returned too
     "shared": 0.1,  # keys and values are columns of one tensor
     "autocast": 0.2,  # fp32, which autocast casts to the 16 bits of the case, or fp64
 }
@@ -192,6 +193,10 @@ def legal(case: Case) -> Case:
         case = replace(case, backend="torch")  # it has no kernel
     if case.dtype is torch.float32 or case.call not in _CASTS:
         case = replace(case, traits=case.traits - {"autocast"})
+    if case.call not in _CASTS[:2] or DERIVED & case.traits or case.backend == "hopper":
+        case = replace(case, traits=case.traits - {"max"})
+    if "max" in case.traits:  # of weights that are not 0
+        case = replace(case, traits=case.traits - {"hot"})
     if case.call == "flash_attn":  # which has no argument for a backend
         case = replace(case, traits=case.traits | {"environment"})
     if case.call == "selected_attention" and case.H_k == 3:
@@ -218,6 +223,8 @@ def legal(case: Case) -> Case:
     # A seed that is drawn in the call would be another one for each sequence, or part.
     if "dropout" in options and case.call in ("attention_varlen", "attention_block"):
         options.append("dropout_seed")
+    if "batch_invariant" in options and "max" in case.traits:
+        options = [x for x in options if x != "sinks"]  # which come last then
     for pair in _APART:
         if pair <= set(options):
             options.remove(max(pair, key=options.index))
