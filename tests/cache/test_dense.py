@@ -36,24 +36,18 @@ def assert_unchanged(cache: KVCache, before: tuple) -> None:
     assert cache.uniform_length == before[3]
 
 
-def test_rows_without_tokens_have_a_common_length():
-    cache = make_cache()
-    cache.append(*tokens(3), new_lengths=torch.tensor([3, 1, 2], dtype=torch.int32))
-    assert cache.uniform_length is None
-    assert cache.lengths.dtype == torch.int32
-    cache.reset()
-    assert cache.uniform_length == cache.length_bound == 0
-
-
 def test_lengths_are_changed_in_place():
     cache = make_cache()
     lengths, k = cache.lengths, cache.k
-    cache.append(*tokens(3), new_lengths=torch.tensor([3, 1, 2]))
+    cache.append(*tokens(3), new_lengths=torch.tensor([3, 1, 2], dtype=torch.int32))
+    assert cache.uniform_length is None and cache.lengths.dtype == torch.int32
     cache.reorder(torch.tensor([2, 1, 0]))
     cache.truncate(torch.tensor([1, 9, 9]))
     assert lengths.tolist() == [1, 1, 3]
     assert cache.lengths is lengths
     assert cache.k is k
+    cache.reset()
+    assert cache.uniform_length == cache.length_bound == 0
 
 
 def test_bound_that_counts_padding_is_tightened_before_an_append_is_refused():
