@@ -48,7 +48,8 @@ def rewrite(module: fx.GraphModule) -> tuple[int, list[tuple[fx.Node, str]]]:
 def _in_one_form(graph: fx.Graph) -> None:
     """Give operands their places, and scores no use that asks for their dtype alone."""
     for node in [x for x in graph.nodes if x.op in ("call_function", "call_method")]:
-        names = OPERANDS.get(operation(node, placed=False), ())
+        name = operation(node, placed=False)
+        names = OPERANDS.get(name, ("input",) if name else ())
         while len(node.args) < len(names) and names[len(node.args)] in node.kwargs:
             moved, rest = names[len(node.args)], dict(node.kwargs)
             node.args, node.kwargs = (*node.args, rest.pop(moved)), rest
