@@ -311,7 +311,7 @@ def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> boo
     register()
     by_name = [module for module in model.modules() if looks_up(type(module))]
     if by_name:
-        done._undo.append(restorer(model))
+        done._undo.append(restorer(model, NAME))
         model.set_attn_implementation(NAME)
     served, left = unserved(model, NAME)
     if served:
