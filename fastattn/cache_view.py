@@ -210,6 +210,10 @@ def allocate_rows(
     *shape: int, width: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> Tensor:
     """Uninitialised [*shape, width] with 16-byte aligned rows: dense, or a view of wider rows."""
+    try:
+        device = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a torch.device or its name, got {device!r}") from None
     elements = 16 // dtype.itemsize
     padded = -(-width // elements) * elements
     return torch.empty(*shape, padded, device=device, dtype=dtype)[..., :width]

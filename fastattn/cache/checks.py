@@ -15,8 +15,12 @@ Rotary = tuple[Tensor, Tensor]
 
 
 def check_sizes(**sizes: Any) -> list[int]:
-    """Check sizes of at least 1, and return them as Python ints."""
-    return [checks.check_count(name, size, 1) for name, size in sizes.items()]
+    """Check sizes from 1 to 2^31 - 1, and return them as Python ints."""
+    counts = {name: checks.check_count(name, size, 1) for name, size in sizes.items()}
+    for name, size in counts.items():
+        if size >= 2**31:
+            raise ValueError(f"{name} must be below 2**31, got {size}")
+    return [*counts.values()]
 
 
 def check_ints(name: str, each: str, numbers: Any) -> list[int]:

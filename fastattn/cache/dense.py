@@ -146,6 +146,12 @@ class KVCache:
         return self.max_length - self.keep_first - self.window + 1
 
     @property
+    def lost(self) -> int:
+        """Tokens that were taken from a ring after it wrote over older ones."""
+        wrote_over = self.window is not None and self._longest_ever > self.max_length
+        return self._longest_ever - self.length_bound if wrote_over else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffers, full or not."""
         others = [self.lengths] if self.starts is None else [self.lengths, self.starts]
@@ -326,7 +332,8 @@ class KVCache:
         """Keep at most the first `lengths` tokens of each row; a shorter row stays as it is.
 
         A ring has overwritten old tokens: of the most that it ever held, at most max_step can be
-        taken away, or all. A tensor's values cannot be checked for that.
+        taken away, or all. A tensor's values cannot be checked for that. `decode_attention` then
+        takes as many fewer queries, until tokens are appended.
 
         Args:
             lengths: one number >= 0 for all rows, or int32 or int64 [B] on the cache's device

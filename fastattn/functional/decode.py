@@ -91,7 +91,7 @@ def decode_attention(
         cached = call_memo.find(newest)
         if cached is not None:
             return cached.run(q, cache.k, cache.v, *slots)
-    view, uniform = view_of_cache(cache)
+    view, uniform = _view_for(q, cache)
     if view.lengths.is_cpu and isinstance(cache, CacheView):
         check_view_values(view)
     arguments = {"new_lengths": new_lengths, "num_splits": num_splits, **options}
@@ -148,7 +148,7 @@ def attend_to_part(
     if q.dtype != torch.float64 or sharded.is_dtensor(q):
         how: dict[str, Any] = {"num_splits": num_splits, "backend": backend, **options}
         return decode_attention(q, cache, return_lse=True, **how)
-    view, uniform = view_of_cache(cache)
+    view, uniform = _view_for(q, cache)
     checked = _checked_decode(q, view, None, options)
     _splits(num_splits, checked)
     choose(q, view, checked, backend)
@@ -174,7 +174,7 @@ def explain_decode(
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
     checks.check_flag("return_lse", return_lse)
-    view, _ = view_of_cache(cache)
+    view, _ = _view_for(q, cache)
     checked = _checked_decode(q, view, new_lengths, dict(options))
     _splits(num_splits, checked)
     choice = choose(q, view, checked, backend)
@@ -301,14 +301,31 @@ def check_query(q: Tensor, view: CacheView, dims: str = "B H_q T_q D") -> checks
     return sizes
 
 
+def _view_for(q: Tensor, cache: Any) -> tuple[CacheView, int | None]:
+    """`view_of_cache`, which must hold the keys that the queries see."""
+    view, uniform = view_of_cache(cache)
+    if lost := getattr(cache, "lost", 0):
+        check_query(q, view)
+        _check_ring(view, q.shape[2], lost)
+    return view, uniform
+
+
+def _check_ring(view: CacheView, T_q: int, lost: int = 0) -> None:
+    """Raise ValueError if queries see keys that a ring lost. lost: tokens taken away since."""
+    assert view.window is not None and view.keep_first is not None
+    most = view.page_size - view.keep_first - view.window + 1 - lost
+    if T_q > most:
+        after = f" after truncate took {lost} tokens: append first" if lost else ""
+        raise ValueError(
+            f"q must have at most {most} tokens, as the ring keeps the keys of no more{after}, "
+            f"got {T_q}"
+        )
+
+
 def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, Any]:
     """Options with a ring's window and keep_first."""
-    assert view.window is not None and view.keep_first is not None
-    most = view.page_size - view.keep_first - view.window + 1
-    if T_q > most:
-        raise ValueError(
-            f"q must have at most {most} tokens, as the ring keeps the keys of no more, got {T_q}"
-        )
+    assert view.window is not None
+    _check_ring(view, T_q)
     left = view.window - 1
     if options.get("window") is not None:
         window_left, _ = checks.check_window(options["window"])

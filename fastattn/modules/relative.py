@@ -161,7 +161,7 @@ def _near_weights(k: Tensor, lse: Tensor, terms: RelativeTerms, R: int, call: _C
     heads = torch.arange(H_k, device=k.device)[:, None]
     around = torch.where(exists[:, None, :, None], k[rows, heads, index[:, None]], 0.0)
 
-    q = terms.query.to(lse.dtype).reshape(B, H_k, H_q // H_k, T_q, -1)
+    q = terms.query.to(lse.dtype).reshape(B, H_k, H_q // H_k, T_q, k.shape[3])
     around = around.to(lse.dtype)[:, :, None]
     scores, visible = [], []
     for d in range(1 - R, R):

@@ -77,6 +77,8 @@ class SelfMade(nn.Module):
             weights = scores.softmax(-1) if self.kind != "other-dim" else scores
         if self.kind == "gate":
             weights = weights * 0.5
+        if self.kind == "blind":
+            weights = weights.nan_to_num(nan=1.0)
         if self.kind == "other-mask":
             weights = weights.masked_fill(ahead.roll(1, 0), 0)
         if self.kind == "kept":
@@ -96,6 +98,7 @@ class SelfMade(nn.Module):
         "no-grad": "gradients or autocast are switched between the products",
         "negative": "scores are multiplied by -0.3",
         "gate": "attention weights are changed by multiplication",
+        "blind": "attention weights are changed by nan_to_num",
         "other-mask": "weights are set to 0 by another mask than that of the scores",
         "in-place": "add_ is between the products",
         "whole": "rounded to something else than 16, 32 or 64 bits",

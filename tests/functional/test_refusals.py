@@ -134,6 +134,8 @@ def rotate(x: Any = X, cos: Any = COS, sin: Any = SIN, **change: Any) -> Any:
 
 Q, CACHE, ONE_ROW = Z(2, 4, 1, 16), filled(2), filled(1)
 RING, ONE_RING = (filled(B, T=9, slots=6, window=4, keep_first=1) for B in (2, 1))
+CUT = filled(1, T=9, slots=6, window=4, keep_first=1)
+CUT.truncate(8)
 PADDED = fastattn.KVCache(1, 2, 8, 16)
 PADDED.set_starts(torch.tensor([2]))
 

@@ -123,6 +123,9 @@ def test_attention_to_pooled_keys(backend: str, pool: tuple[int, int], device: s
         lambda q, k, v: dense(q, k, v, keep),
         [q, k, v],
     )
+    # Inductor would copy another layout for a backward, with the strides of one length.
+    compiled = torch.compile(pooled_attention, backend="eager", fullgraph=True)
+    assert compiled(q, k, v, pool, backend=backend)[0].is_contiguous()
 
 
 def of_lists(indices: Tensor, block: int, q: Tensor) -> Tensor:

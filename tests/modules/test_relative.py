@@ -62,6 +62,7 @@ def test_values_under_autocast_keep_their_weights():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(torch.randn(2, 40, C))
     torch.testing.assert_close(y.float(), torch.full_like(y, 1000.0).float(), rtol=2**-8, atol=0)
+    assert layer(torch.randn(0, 3, C)).shape == (0, 3, C)
 
 
 def test_sinusoids_are_those_of_the_paper():

@@ -48,13 +48,14 @@ def rewrite(module: fx.GraphModule) -> tuple[int, list[tuple[fx.Node, str]]]:
 def _in_one_form(graph: fx.Graph) -> None:
     """Give operands their places, and scores no use that asks for their dtype alone."""
     for node in [x for x in graph.nodes if x.op in ("call_function", "call_method")]:
-        names = OPERANDS.get(operation(node, placed=False), ())
+        name = operation(node, placed=False)
+        names = OPERANDS.get(name, ("input",) if name else ())
         while len(node.args) < len(names) and names[len(node.args)] in node.kwargs:
             moved, rest = names[len(node.args)], dict(node.kwargs)
             node.args, node.kwargs = (*node.args, rest.pop(moved)), rest
         if operation(node) == "einsum" and isinstance(node.args[1], (tuple, list)):
             node.args = (node.args[0], *node.args[1])
-        name, other = str(node.target), node.args[-1] if node.args else None
+        name, other = str(node.target), node.args[1] if len(node.args) == 2 else None
         like = other.meta.get("example_value") if isinstance(other, fx.Node) else None
         if node.op == "call_method" and name in ("type_as", "to") and isinstance(like, Tensor):
             node.target, node.args = "to", (node.args[0], like.device, like.dtype)

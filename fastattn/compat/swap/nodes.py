@@ -33,6 +33,8 @@ OPERANDS = {
     **dict.fromkeys(("mul", "div", "add", "sub"), ("input", "other")),
     **{"matmul": ("input", "other"), "einsum": ("equation", "operands"), "softmax": ("input",)},
     **{"baddbmm": ("input", "batch1", "batch2"), "where": ("condition", "input", "other")},
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full"), ("input", "size")),
+    "permute": ("input", "dims"),
 }
 CASTS = ("to", "type_as", "float", "half", "bfloat16", "double", "type", "contiguous", "clone")
 _SWAPS = ("transpose", "swapaxes", "swapdims")

@@ -38,10 +38,14 @@ def product_of_weights(softmax: fx.Node, match: Match) -> tuple[fx.Node, fx.Node
             order = [*range(rank - 2), *((rank - 1, rank - 2) if swapped else (rank - 2, rank - 1))]
         elif name == "dropout" and user.args[0] is node:
             _drop(user, match)
-        elif not (name in (*CASTS, "nan_to_num") and user.args[0] is node):
+        elif not ((name in CASTS or _fills_with_zero(name, user)) and user.args[0] is node):
             _zero(node, user, name, order, match)
         match.chain.append(user)
         node = user
+
+
+def _fills_with_zero(name: str, node: fx.Node) -> bool:
+    return name == "nan_to_num" and not argument(node, 1, "nan")
 
 
 def _only_user(node: fx.Node, match: Match) -> fx.Node:

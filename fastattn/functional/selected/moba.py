@@ -35,6 +35,7 @@ def moba_attention(
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
     """
     checks.check_tensors(q, k, v)
+    checks.check_qkv(q, k, v)
     block_k = checks.check_count("block_k", block_k, 1)
     # Only its own queries see an incomplete last block.
     some = k.shape[2] >= block_k

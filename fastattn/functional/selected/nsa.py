@@ -53,7 +53,8 @@ def pooled_attention(
     )  # fmt: skip
     o = torch.unflatten(o, 1, (H_q, step)).transpose(2, 3).flatten(2, 3)[:, :, front : front + T]
     lse = torch.unflatten(lse, 1, (H_q, step)).transpose(2, 3).flatten(2)[:, :, front : front + T]
-    return o, lse
+    # Inductor copies what a backward reads, and would keep the copy's strides for all lengths.
+    return (o.contiguous(), lse) if torch.compiler.is_compiling() else (o, lse)
 
 
 def native_sparse_attention(
