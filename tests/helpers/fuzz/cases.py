@@ -86,7 +86,7 @@ TRAITS = {
     "chunks": 0.7,  # torch holds the scores of few queries at once
     "elsewhere": 0.2,  # tensors are made on another device unless it is named
     "tangents": 0.08,  # in forward mode
-    "twice": 0.08,  # gradients of gradients
+    "twice": 0.08,  # double backward
     "max": 0.1,  # the largest score of each query is returned too
     "shared": 0.1,  # keys and values are columns of one tensor
     "autocast": 0.2,  # fp32, which autocast casts to the 16 bits of the case, or fp64

@@ -1,4 +1,4 @@
-"""Derivatives that are judged in place of a case's results: tangents, gradients of gradients."""
+"""Derivatives that are judged in place of a case's results: tangents and double backward."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
