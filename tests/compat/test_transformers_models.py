@@ -67,14 +67,33 @@ def test_swap_of_a_model_that_is_served_in_part(swap, device):
     config = tr.BigBirdPegasusConfig(**TWO_HALVES, attention_type="original_full")
     model = build(tr.AutoModel, config, device)
     done = swap(torch.nn.ModuleDict({"inner": model}))
-    assert done.replaced == {"inner": 'attn_implementation="fastattn"'}
-    assert "[calls are not counted]" in str(done)
+    parts = (f"decoder.layers.{i}.{x}_attn" for i in range(2) for x in ("self", "encoder"))
+    ways = {f"inner.{part}": 'attn_implementation="fastattn"' for part in parts}
+    assert done.unseen == ways and not done.replaced
     assert set(done.left) == {f"inner.encoder.layers.{i}.self_attn" for i in range(2)}
-    done.undo()
     mask = padded([(0, 6), (0, 9)], 9, device)
     inputs = {"input_ids": tokens(2, 9, device), "attention_mask": mask}
     inputs["decoder_input_ids"] = tokens(2, 5, device)
+    model(**inputs)
+    assert done.replaced == ways and {calls.served for calls in done.calls.values()} == {0, 1}
+    done.undo()
     compare(model, inputs, lambda out: out.last_hidden_state, grads=False)
+
+
+def test_swap_counts_calls_of_the_registered_function(swap, device):
+    """Kosmos 2.5 looks it up as an attribute, which none has; adapters come first."""
+    sizes = {"hidden_size": 32, "patch_embed_hidden_size": 12, "num_attention_heads": 4}
+    config = tr.Kosmos2_5VisionConfig(**sizes, head_dim=8, num_hidden_layers=2)
+    model = tr.models.kosmos2_5.modeling_kosmos2_5.Kosmos2_5VisionModel._from_config(config)
+    done = swap(model.to(device))
+    model(torch.ones(1, 4, 14, device=device))
+    why = "no call used fastattn: its forward ran without a call to the function registered with"
+    assert {x[: len(why)] for x in done.left.values()} == {why} and not done.replaced
+    llama = build(tr.AutoModel, tr.LlamaConfig(**GQA), device)
+    kind = type(llama.layers[0].self_attn)
+    done = swap(llama, adapters={kind: lambda *_, hidden_states, **__: (hidden_states, None)})
+    llama(tokens(1, 8, device))
+    assert set(done.replaced.values()) == {"its adapter computes its calls"}
 
 
 def test_undo_gives_each_part_its_implementation_back(swap, device):
@@ -98,7 +117,7 @@ def test_swap_takes_torchs_modules_inside_a_model(swap, device):
     model = build(tr.AutoModel, tr.SiglipVisionConfig(**VISION), device)
     done = swap(model)
     assert done.left == {}
-    assert list(done.replaced) == [""] and list(done.unseen) == ["head.attention"]
+    assert list(done.unseen) == ["encoder.layers.0.self_attn", "head.attention"]
     assert type(model.get_submodule("head.attention")) is fastattn.MultiheadAttention
     done.undo()
     assert type(model.get_submodule("head.attention")) is torch.nn.MultiheadAttention

@@ -28,6 +28,7 @@ from ...ops.call import interpreting
 from ...options import OPTIONS
 from ...position_tables import document_ids
 from ...tracing import in_forward_mode
+from ..patch import count_registered
 from ..sdpa import bounded_bias
 from .continuous import NAME as NAME
 from .continuous import attend_paged
@@ -138,6 +139,7 @@ def attention_forward(
         ValueError: no mask for a causal layer with 1 < T_q != T_k, as the queries' positions are
             unknown; cu_seq_lens_q with padding; or position_ids that start anew behind a cache.
     """
+    count_registered()
     output_attentions = output_attentions or _are_weights_collected()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "sinks": s_aux}
