@@ -295,7 +295,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     "times": lambda q, k, v, s, m: (s.masked_fill(m, -1e9).softmax(-1) * ~m) @ v,
     "nan": lambda q, k, v, s, m: _viewed(s.masked_fill(m, -math.inf).softmax(-1).nan_to_num() @ v),
     "where": lambda q, k, v, s, m: torch.where(~m, s, torch.tensor(-1e9).to(s)).softmax(-1) @ v,
-    "less": lambda q, k, v, s, m: (s - m * 1e9).softmax(-1) @ v,
+    "less": lambda q, k, v, s, m: (s - m.to(dtype=s.dtype) * 1e9).softmax(-1) @ v,
     "permuted": lambda q, k, v, s, m: _viewed(v.mT @ s.softmax(-1).permute(0, 1, 3, 2)).mT,
     "keys-first": lambda q, k, v, s, m: (v.mT @ (k @ q.mT).masked_fill(m.mT, -1e9).softmax(-2)).mT,
     "heads-last": lambda q, k, v, s, m: torch.einsum(LAST, s.permute(0, 2, 3, 1).softmax(2), v),
