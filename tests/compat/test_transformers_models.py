@@ -81,7 +81,7 @@ def test_swap_of_a_model_that_is_served_in_part(swap, device):
 
 
 def test_swap_counts_calls_of_the_registered_function(swap, device):
-    """Kosmos 2.5 looks it up as an attribute, which none has; adapters come first."""
+    """Kosmos 2.5 looks it up as an attribute, which none has. Parts and adapters come first."""
     sizes = {"hidden_size": 32, "patch_embed_hidden_size": 12, "num_attention_heads": 4}
     config = tr.Kosmos2_5VisionConfig(**sizes, head_dim=8, num_hidden_layers=2)
     model = tr.models.kosmos2_5.modeling_kosmos2_5.Kosmos2_5VisionModel._from_config(config)
@@ -94,6 +94,9 @@ def test_swap_counts_calls_of_the_registered_function(swap, device):
     done = swap(llama, adapters={kind: lambda *_, hidden_states, **__: (hidden_states, None)})
     llama(tokens(1, 8, device))
     assert set(done.replaced.values()) == {"its adapter computes its calls"}
+    config = tr.Data2VecVisionConfig(**VISION)
+    done = swap(tr.AutoModel.from_config(config, attn_implementation="sdpa"))
+    assert list(done.unseen) == ["encoder.layer.0.attention.attention"] and not done.left
 
 
 def test_undo_gives_each_part_its_implementation_back(swap, device):
