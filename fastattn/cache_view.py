@@ -238,7 +238,7 @@ def allocate_kv(
     )
     if quantize is None:
         return Stored(k, v)
-    scale = torch.empty(*shape, device=k.device, dtype=torch.float32)
+    scale = k.new_empty(*shape, dtype=torch.float32)
     return Stored(k, v, scale, torch.empty_like(scale))
 
 

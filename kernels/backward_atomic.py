@@ -175,7 +175,7 @@ def launch_start_dq(
     """
     B, H_q, T_q, D = q.shape
     rows = T_q if stats is None else stats.shape[2]
-    total = torch.empty(B, H_q, rows, D, dtype=torch.float32, device=q.device)
+    total = q.new_empty(B, H_q, rows, D, dtype=torch.float32)
     launch_delta(do, dlse, o, lse, delta, options, stats, total)
     return total
 
@@ -224,7 +224,7 @@ def launch_finish_dq(total: Tensor, dq: Tensor, options: Options) -> None:
 def parts_of(x: Tensor, parts: int) -> Tensor:
     """Empty fp32 [B, H * parts, T, D] for the parts of x [B, H, T, D]: see `launch_add_parts`."""
     B, H, T, D = x.shape
-    return torch.empty(B, H * parts, T, D, dtype=torch.float32, device=x.device)
+    return x.new_empty(B, H * parts, T, D, dtype=torch.float32)
 
 
 def launch_add_parts(sums: Tensor, x: Tensor, options: Options) -> None:

@@ -137,7 +137,7 @@ def launch_backward_bias(
     B, H_q, T_q, D = q.shape
     T_k, D_v = v.shape[2:]
     shape = options.attn_bias.shape
-    dbias = torch.empty(shape, dtype=torch.float32, device=q.device)
+    dbias = q.new_empty(shape, dtype=torch.float32)
     dims = block_dim(D), block_dim(D_v)
     tile = tile_for("backward_dq", options, q, *dims, streams_bias=True)
     tiles = (B, H_q, blocks(T_q, tile.BLOCK_M), blocks(T_k, tile.BLOCK_N))

@@ -138,7 +138,7 @@ def launch_backward_mods(
     shapes = [x.shape if n in loads else (0,) for n, x in enumerate(tensors)]
 
     def zeros(dtype: torch.dtype) -> list[Tensor]:
-        return [torch.zeros(shape, dtype=dtype, device=q.device) for shape in shapes]
+        return [q.new_zeros(shape, dtype=dtype) for shape in shapes]
 
     def add(sums: list[Tensor], scales: list[Tensor] | None = None) -> None:
         ours, units = ([x[n] for n in loads] for x in (sums, scales or sums))

@@ -352,8 +352,8 @@ def _sums(table: Tensor | None, H_q: int, tiles: int, q: Tensor) -> tuple[Tensor
     """Allocate a gradient's sums: entries for every query head, and sums beyond the ends."""
     if table is None:
         return None, None
-    entries = torch.zeros(H_q, *table.shape[1:], dtype=torch.float32, device=q.device)
-    ends = torch.empty(H_q, tiles, 2, *table.shape[2:], dtype=torch.float32, device=q.device)
+    entries = q.new_zeros(H_q, *table.shape[1:], dtype=torch.float32)
+    ends = q.new_empty(H_q, tiles, 2, *table.shape[2:], dtype=torch.float32)
     return entries, ends
 
 

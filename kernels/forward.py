@@ -186,7 +186,7 @@ def _operands(
     q, k, v = aligned(q), aligned(k), aligned(v)
     B, H_q, T_q, _ = q.shape
     o = result_in_layout(options, q, H_q, T_q, v.shape[3])
-    return q, k, v, o, torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
+    return q, k, v, o, q.new_empty(B, H_q, T_q, dtype=torch.float32)
 
 
 def prepare_forward(

@@ -271,9 +271,9 @@ def launch_row_statistics(
     q, k and options as in `launch_forward`, dense and without dropout; its lse, contiguous.
     """
     B, H_q, T_q, _ = q.shape
-    entropy = torch.empty(B, H_q, T_q, dtype=torch.float32, device=q.device)
-    largest = torch.empty(B, H_q, T_q, top, dtype=torch.float32, device=q.device)
-    positions = torch.empty(B, H_q, T_q, top, dtype=torch.int64, device=q.device)
+    entropy = q.new_empty(B, H_q, T_q, dtype=torch.float32)
+    largest = q.new_empty(B, H_q, T_q, top, dtype=torch.float32)
+    positions = q.new_empty(B, H_q, T_q, top, dtype=torch.int64)
     results, tile = (
         (entropy, torch.empty_like(entropy), largest, positions),
         _tile("backward_dq", options, q),
@@ -290,7 +290,7 @@ def _places(top: int) -> int:
 
 def launch_received(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tensor:
     """fp32 [B, H_q, T_k]; arguments as for `launch_row_statistics`."""
-    received = torch.empty(*q.shape[:2], k.shape[2], dtype=torch.float32, device=q.device)
+    received = q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
     tile = _tile("backward_dkv", options, q)
     programs = key_programs(options, received[..., None], tile.BLOCK_N)
     kernel, mask = attention_received_kernel, mask_for_keys
@@ -300,7 +300,7 @@ def launch_received(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tens
 
 def launch_weights(q: Tensor, k: Tensor, lse: Tensor, options: Options) -> Tensor:
     """fp32 [B, H_q, T_q, T_k]; arguments as for `launch_row_statistics`."""
-    received = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float32, device=q.device)
+    received = q.new_zeros(*q.shape[:3], k.shape[2], dtype=torch.float32)
     # Addresses of the weights take as many registers as a mask.
     tile = _tile("backward_dq", options, q, calls="masked")
     programs = query_programs(options, q, tile.BLOCK_M)

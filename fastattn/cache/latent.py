@@ -44,7 +44,7 @@ def _one_buffer(
     k = allocate_rows(*shape, width=head_dim, dtype=stored, device=device)
     if quantize is None:
         return Stored(k, k[..., :value_dim])
-    scale = torch.empty(*shape, device=k.device, dtype=torch.float32)
+    scale = k.new_empty(*shape, dtype=torch.float32)
     return Stored(k, k[..., :value_dim], scale, scale)
 
 

@@ -93,7 +93,7 @@ def _view(cache: Any) -> CacheView:
     k, v = (
         checks.check_tensor(name, x) for name, x in zip(("k_pages", "v_pages"), cache, strict=True)
     )
-    return view_of_tensors(k, v, torch.zeros(0, dtype=torch.int32, device=k.device))
+    return view_of_tensors(k, v, k.new_zeros(0, dtype=torch.int32))
 
 
 def _taken(name: str, x: Tensor, n: int) -> Tensor:

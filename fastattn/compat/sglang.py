@@ -133,7 +133,7 @@ class _Backend:
             offsets = torch.arange(0, n * (lengths.shape[0] + 1), n, device=lengths.device).int()
         table, rows = self.req_to_token_pool.req_to_token, fb.req_pool_indices
         if self.page_size == 1:
-            of_rows = torch.zeros(table.shape[0], dtype=torch.int32, device=lengths.device)
+            of_rows = lengths.new_zeros(table.shape[0], dtype=torch.int32)
             lengths = of_rows.index_copy_(0, rows.long(), lengths)
         else:
             table, rows = self._pages_of(rows), None
@@ -227,7 +227,7 @@ class _Backend:
                 torch.ones((), device=k.device) if x is None else x.detach().float().to(k.device)
                 for x in (layer.k_scale, layer.v_scale)
             ]
-        nothing = torch.zeros(1, dtype=torch.int32, device=k.device)
+        nothing = k.new_zeros(1, dtype=torch.int32)
         return view_of_tensors(
             k, v, nothing, block_table=nothing[None], k_scale=scales[0], v_scale=scales[1],
             dtype=dtype,

@@ -79,8 +79,8 @@ def _options(
 
 def _no_rng(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Placeholder results besides o and lse: two generator states, a mask."""
-    state, unused = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))
-    return state, unused, torch.empty(0, dtype=q.dtype, device=q.device)
+    state, unused = (q.new_zeros(n, dtype=torch.uint64) for n in ((2,), ()))
+    return state, unused, q.new_empty(0)
 
 
 def _forward(

@@ -273,7 +273,7 @@ class _Impl:
         """A layer's cache [blocks, H_k, size, D + D_v], checked once; no rows yet."""
         if self._pool is None or self._pool[0] is not kv_cache:
             pages = kv_cache.view(torch.float8_e4m3fn) if self._codes else kv_cache
-            nothing = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
+            nothing = kv_cache.new_zeros(1, dtype=torch.int32)
             view = view_of_tensors(
                 pages[..., : self.head_size],
                 pages[..., self.head_size :],

@@ -173,6 +173,7 @@ def explain_decode(
 
     Checks the arguments as `decode_attention` does, and computes nothing.
     """
+    checks.check_flag("return_lse", return_lse)
     view, _ = view_of_cache(cache)
     checked = _checked_decode(q, view, new_lengths, dict(options))
     _splits(num_splits, checked)

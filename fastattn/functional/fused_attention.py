@@ -270,8 +270,9 @@ def explain(
     """
     arguments: dict[str, Any] = dict(options)
     call_options.DENSE.refuse_others(arguments)
+    checks.check_flag("return_lse", return_lse)
     q, k, v, checked, _ = _checked_attention(q, k, v, arguments)
-    if return_max:
+    if checks.check_flag("return_max", return_max):
         statistics.check_max(checked)
     choice = dispatch.choose(q, k, v, checked, backend, among=dispatch.BACKENDS)
     choice = dispatch.with_forward(choice, q, k, v, checked)

@@ -159,6 +159,7 @@ def explain_paged(
 
     Checks the arguments as `attention_paged` does, and computes nothing.
     """
+    checks.check_flag("return_lse", return_lse)
     view = view_of_step(cache)
     if shared is not None:
         check_shared(shared, view, dict(options))

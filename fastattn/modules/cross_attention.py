@@ -179,7 +179,7 @@ class CrossGQAttention(AttentionLayer):
         scores = self.score_options()
         if not drop and padding_mask is None and _decodes(q, k, v):
             if lengths is None:
-                lengths = torch.full(k.shape[:1], k.shape[2], dtype=torch.int32, device=k.device)
+                lengths = k.new_full(k.shape[:1], k.shape[2], dtype=torch.int32)
             checks.check_input("key_lengths", lengths, "integer", "B", q, {"B": k.shape[0]})
             view = view_of_tensors(k, v, lengths.clamp(0, k.shape[2]))
             out = decode_attention(q, view, causal=False, backend=backend, **scores)

@@ -151,6 +151,6 @@ def with_leaves(options: Options, names: Sequence[str]) -> tuple[Options, list[T
 
 def blank(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """o and lse of queries without keys."""
-    o = torch.zeros((*q.shape[:3], v.shape[3]), dtype=dtype, device=q.device)
+    o = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
     wide = torch.promote_types(q.dtype, torch.float32)
-    return o, torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
+    return o, q.new_full(q.shape[:3], float("-inf"), dtype=wide)

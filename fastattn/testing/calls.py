@@ -231,7 +231,7 @@ def _visible(q: Tensor, k: Tensor, **masks: Any) -> Tensor:
     places = reference.torch_places(
         q.shape[0], q.shape[1], q.shape[2], k.shape[2], offset, q.device, heads=heads
     )
-    keep = masks.pop("attn_mask", torch.ones((), dtype=torch.bool, device=q.device))
+    keep = masks.pop("attn_mask", q.new_ones((), dtype=torch.bool))
     mod, read = masks.pop("mask_mod", None), masks.pop("mod_tensors", ())
     if mod is not None:
         keep = keep & reference.applied(mod, places, read)

@@ -93,14 +93,14 @@ class PreparedDecode(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Run `launch_decode` with the cached launches."""
         o = torch.empty_strided(self.shape, self.strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty(self.shape[:3], dtype=torch.float32, device=q.device)
+        lse = q.new_empty(self.shape[:3], dtype=torch.float32)
         if self.launch is None:
             return o, lse
         cache = as_bytes(cache)
         if self.combine is None or self.parts is None:
             self.launch((q, o, lse, None, None, starts, new_lengths, *cache, *options))
             return o, lse
-        parts = torch.empty(self.parts, dtype=torch.float32, device=q.device)
+        parts = q.new_empty(self.parts, dtype=torch.float32)
         counters = None if self.alone is None else arrival_counters(q.device, self.alone.programs)
         if counters is not None and self.alone is not None:
             self.alone((q, o, lse, parts, counters, starts, new_lengths, *cache, *options))
@@ -135,11 +135,11 @@ def prepare_decode(
         launch = kernel_launch((q, o, lse, None, None, *rest), options, tile, split)
     else:
         parts = (split.parts, H_q, T_q, o.shape[3] + PART_FACTS.value)
-        of_parts = torch.empty(parts, dtype=torch.float32, device=q.device)
+        of_parts = q.new_empty(parts, dtype=torch.float32)
         launch = kernel_launch((q, None, None, of_parts, None, *rest), options, tile, split)
         combine = combine_launch(of_parts, o, D_v)
         if merges_alone(B, T_q * H_q // cache.k.shape[1], cache, tile, split):
-            counters = torch.empty(4, dtype=torch.int32, device=q.device)
+            counters = q.new_empty(4, dtype=torch.int32)
             alone = kernel_launch((q, o, lse, of_parts, counters, *rest), options, tile, split)
     return PreparedDecode(launch, combine, alone, o.shape, o.stride(), parts)
 

@@ -59,7 +59,7 @@ class PreparedPacked(NamedTuple):
         for launch, combine, alone, shape in self.steps:
             parts, counters = None, None
             if combine is not None:
-                parts = torch.empty(shape, dtype=torch.float32, device=q.device)
+                parts = q.new_empty(shape, dtype=torch.float32)
             if alone is not None:
                 counters = arrival_counters(q.device, alone.programs)
             if counters is not None and alone is not None:
@@ -109,10 +109,10 @@ def prepare_packed(
             kernel_launch, options=options, tile=packed.tile, split=packed.split, packed=packed
         )
         if packed.places:
-            parts = torch.empty(shape, dtype=torch.float32, device=q.device)
+            parts = q.new_empty(shape, dtype=torch.float32)
             combine = combine_launch(parts, out, D_v, packed=True)
             if merges_alone(B, packed.most * G, cache, packed.tile, packed.split):
-                counters = torch.empty(4, dtype=torch.int32, device=q.device)
+                counters = q.new_empty(4, dtype=torch.int32)
                 alone = launch_of((q, out, lse, parts, counters, *rest))
         launch = launch_of((q, out, lse, parts, None, *rest))
         steps.append(_Step(launch, combine, alone, shape))

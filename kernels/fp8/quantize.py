@@ -126,9 +126,9 @@ def launch_head_codes(
     BLOCK_D = block_dim(D)
     ROWS = min(128, max(16, _TILE // BLOCK_D))
     programs = H * tiles_of(cu_seqlens, B, T, ROWS)
-    maxima = torch.empty(programs, dtype=torch.float32, device=x.device)
+    maxima = x.new_empty(programs, dtype=torch.float32)
     rows = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    scale = torch.empty(rows, H, dtype=torch.float32, device=x.device)
+    scale = x.new_empty(rows, H, dtype=torch.float32)
     codes = packed_like(x, cu_seqlens) if packed else empty_in_layout(x, H, T, D, torch.uint8)
     mask = rows_of(cu_seqlens, lengths)
     head_maxima_kernel[(programs,)](strided(x), maxima, T, H, mask, ROWS, D, BLOCK_D, num_warps=4)

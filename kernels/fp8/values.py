@@ -75,7 +75,7 @@ def packed_like(v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Empty bytes [B, H, D, T'] for v [B, H, T, D], T' a multiple of 16, as TMA needs."""
     B, H, T, D = v.shape
     length = TOGETHER.value * tiles_of(cu_seqlens, 1, T, TOGETHER.value)
-    return torch.empty(B, H, D, length, dtype=torch.uint8, device=v.device)
+    return v.new_empty(B, H, D, length, dtype=torch.uint8)
 
 
 def launch_pack_values(v: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -125,7 +125,7 @@ def _operands(
     """q, k, v and options that TMA can walk, and memory for o and lse."""
     q, k, v, options = walkable(q), walkable(k), walkable(v), aligned_bias(options)
     o = result_in_layout(options, q, q.shape[1], q.shape[2], v.shape[3])
-    return q, k, v, options, o, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    return q, k, v, options, o, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def prepare_hopper_forward(
@@ -153,7 +153,7 @@ def launch_hopper_forward_fp8(
     q, k, values = walkable(q), walkable(k), walkable(values)
     _, H_q, T_q, D = q.shape
     o = empty_in_layout(q, H_q, T_q, D, dtype)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     config = fp8_config(D, end_early(options))
     arguments = (*options, *scales)
 

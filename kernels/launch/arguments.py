@@ -166,9 +166,9 @@ def empty_in_layout(
     B = like.shape[0]
     dtype = like.dtype if dtype is None else dtype
     if like.stride(1) < like.stride(2):
-        by_rows = torch.empty(B, rows, heads, cols, dtype=dtype, device=like.device)
+        by_rows = like.new_empty(B, rows, heads, cols, dtype=dtype)
         return by_rows.transpose(1, 2)
-    return torch.empty(B, heads, rows, cols, dtype=dtype, device=like.device)
+    return like.new_empty(B, heads, rows, cols, dtype=dtype)
 
 
 def result_in_layout(options: Options, like: Tensor, heads: int, rows: int, cols: int) -> Tensor:

@@ -284,8 +284,8 @@ def _empty_table(
     rows = (B if per_batch else 1) * heads
     strides = (heads * tiles if per_batch else 0, tiles if heads > 1 else 0, width)
     return {
-        "counts_ptr": torch.empty(rows, tiles, 2, dtype=torch.int32, device=q.device),
-        "blocks_ptr": torch.empty(rows, tiles, width, dtype=torch.int32, device=q.device),
+        "counts_ptr": q.new_empty(rows, tiles, 2, dtype=torch.int32),
+        "blocks_ptr": q.new_empty(rows, tiles, width, dtype=torch.int32),
         "table_strides": tuple(map(runtime_int, strides)),
     }
 

@@ -47,9 +47,7 @@ def extents_launch(key_padding_mask: Tensor) -> tuple[Tensor, Launch]:
     """
     B, T_k = key_padding_mask.shape
     words = triton.cdiv(T_k, _LARGEST) * (_LARGEST // 32)
-    extents = torch.empty(
-        B, EXTENTS.value + words, dtype=torch.int32, device=key_padding_mask.device
-    )
+    extents = key_padding_mask.new_empty(B, EXTENTS.value + words, dtype=torch.int32)
     stride = key_padding_mask.stride(0)
     return extents, Launch(padding_extents_kernel, B, {"num_warps": 4}, T_k, stride, words, _BLOCK)
 

@@ -92,7 +92,7 @@ def order_of_tiles(
         rows_in_l2: rows of two tensors like q or k, of one head, that fit in L2.
         tiles_of_keys: whether tiles are of keys, with blocks of queries.
     """
-    costs, order = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (slots, slots + 1))
+    costs, order = (q.new_empty(n, dtype=torch.int32) for n in (slots, slots + 1))
     G = q.shape[1] // k.shape[1]
     # All heads of a K/V head share its rows; a tile of keys reads all its heads' queries.
     shared_by, times = (G, 1) if tiles_of_keys else (1, G)

@@ -96,7 +96,7 @@ def launch_block_scores(
     B, H_q, T_q, D = q.shape
     H_k, T_k = k.shape[1:3]
     length = rows[1] - rows[0]
-    scores = torch.empty(B, H_s, length, count, dtype=torch.float32, device=q.device)
+    scores = q.new_empty(B, H_s, length, count, dtype=torch.float32)
     tile = tiles.lookup("backward_dq", q.element_size(), block_dim(D), "scores")
     const = constants(tile, D, D, q.dtype, q, k)
     const = const._replace(BLOCK_N=max(const.BLOCK_N, per_block))

@@ -90,7 +90,7 @@ def launch_selected_forward(
     _, H_q, T_q, D = q.shape
     H_k, T_k, D_v = v.shape[1:]
     o = empty_in_layout(q, H_q, T_q, D_v)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     argument, shape, count = by_queries(lists, counts, block, q, k)
     tile = tile_of_lists("forward", q, D_v, shape)
     programs = count * blocks(shape.rows, tile.BLOCK_M)

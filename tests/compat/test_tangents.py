@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as tr
+from fuzz.derivatives import by_levels, by_reverse, by_transform
 from nightly import gate_cases
 from oracles import assert_by_oracle
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers_models import decoder_config, layer
@@ -146,24 +146,10 @@ def formula(x: Tensor, options: Any) -> Tensor:
     return reference.attention(*heads(x), **given).transpose(1, 2)
 
 
-def by_transform(f: Function, x: Tensor, dx: Tensor) -> Tensor:
-    return torch.func.jvp(f, (x,), (dx,))[1]
-
-
-def by_level(f: Function, x: Tensor, dx: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, dx))).tangent
-    assert tangent is not None, "the tangent is dropped"
-    return tangent
-
-
-def by_reverse(f: Function, x: Tensor, dx: Tensor) -> Tensor:
-    """The tangent as the derivative of gradients, which are linear in what they are of."""
-    leaf = x.clone().requires_grad_()
-    o = f(leaf)
-    u = torch.zeros_like(o, requires_grad=True)
-    (grad,) = torch.autograd.grad(o, leaf, u, create_graph=True)
-    return torch.autograd.grad(grad, u, dx)[0]
+def tangent(f: Function, x: Tensor, dx: Tensor, push: Any = by_transform) -> Tensor:
+    (pair,) = push(lambda x: (f(x),), {"x": x}, {"x": dx})
+    assert pair[1] is not None, "the tangent is dropped"
+    return pair[1]
 
 
 def twice_backward(f: Function, x: Tensor, dx: Tensor) -> Tensor:
@@ -181,10 +167,11 @@ def assert_derived(ours: Function, plain: Callable[[torch.dtype], Function], x: 
 
     def oracle(dtype: torch.dtype) -> list[Tensor]:
         given = plain(dtype), x.cpu().to(dtype), dx.cpu().to(dtype)
-        tangent = by_reverse(*given)
-        return [y.detach() for y in (tangent, tangent, twice_backward(*given))]
+        first = tangent(*given, by_reverse)
+        return [y.detach() for y in (first, first, twice_backward(*given))]
 
-    actual = [derive(ours, x, dx) for derive in (by_transform, by_level, twice_backward)]
+    actual = [tangent(ours, x, dx, push) for push in (by_transform, by_levels)]
+    actual.append(twice_backward(ours, x, dx))
     names = "jvp forward_ad double-backward"
     assert_by_oracle([y.detach().cpu() for y in actual], oracle, names=names)
 
@@ -201,9 +188,9 @@ def test_functions(name: str, draw: Callable[..., Tensor]) -> None:
 
 def test_a_query_alone_without_gradients(draw: Callable[..., Tensor]) -> None:
     x = draw(B, T, 3, 2, D)
-    tangent = by_transform(without_gradients, x, x.cos())
-    wanted = by_transform(partial(formula, options={}), x.cpu().double(), x.cpu().double().cos())
-    torch.testing.assert_close(tangent.cpu(), wanted[:, -1:].float())
+    actual = tangent(without_gradients, x, x.cos())
+    wanted = tangent(partial(formula, options={}), x.cpu().double(), x.cpu().double().cos())
+    torch.testing.assert_close(actual.cpu(), wanted[:, -1:].float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -212,9 +199,9 @@ def test_what_no_kernel_carries(dtype: torch.dtype) -> None:
     x = draws(dtype=dtype)(1, 3, 3, 1, 8)
 
     def twice(f: Function) -> Tensor:
-        return by_transform(lambda y: by_transform(f, y, y.sin()), x, x.cos())
+        return tangent(lambda y: tangent(f, y, y.sin()), x, x.cos())
 
-    for derive in (partial(by_transform, x=x, dx=x.cos()), twice):
+    for derive in (partial(tangent, x=x, dx=x.cos()), twice):
         by_formula = partial(formula, options={})
         torch.testing.assert_close(derive(patched), derive(by_formula))
 
@@ -315,8 +302,8 @@ def test_transforms_leave_a_captured_forward_in_use(swap: Any, device: str) -> N
     model = Own().to(device)
     done = swap(model, eager=True)
     x = draws(device=device)(B, T, H * D)
-    by_transform(model, x, x)
+    tangent(model, x, x)
     assert "torch.func transforms the call" in str(done)
     model(x)
-    by_level(model, x, x)
+    tangent(model, x, x, by_levels)
     assert (done.calls[""].served, done.calls[""].passed) == (2, 1), str(done)

@@ -1,6 +1,6 @@
-"""Forward-mode AD: tangents of o and lse by torch's derivatives of the oracle; compositions."""
+"""Forward-mode AD: compositions, memory, errors. Generated calls have tangents of every option."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,8 +8,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from fuzz.derivatives import by_levels, by_reverse
 from held import Held
-from nightly import gate_cases, gate_sets
+from nightly import gate_cases
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -17,20 +18,17 @@ import fastattn
 from fastattn import reference
 from fastattn.kernels.launch import tiles
 from fastattn.ops import attention_ops
-from fastattn.options import LEARNED, Options
+from fastattn.options import Options
 from fastattn.testing import worst_naive
 from fastattn.testing.budget import assert_all_within_budget
 from fastattn.testing.inputs import draw, draws, to_device
-from fastattn.testing.option_examples import (
-    option_examples,
-    sets_that_cover_pairs,
-    together,
-)
+from fastattn.testing.option_examples import option_examples
 from fastattn.torch_backend import torch_attention
 
 B, H_q, H_k, T_q, T_k, D, D_v = 2, 4, 2, 21, 37, 16, 8
 EXAMPLES = option_examples(H_q, H_k, T_q, T_k, D, reach=6)
 Function = Callable[..., Any]
+Tensors = dict[str, Tensor]
 
 
 @triton.jit
@@ -44,162 +42,38 @@ def qkv(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return {name: draw(*shape) for name, shape in shapes.items()}
 
 
-def pushed(function: Function, tensors: dict[str, Tensor], moves: dict[str, Tensor]) -> Any:
-    """Results of function(**tensors) and their tangents."""
-
-    def of_moved(*moved: Tensor) -> Any:
-        return function(**tensors | dict(zip(moves, moved, strict=True)))
-
-    return torch.func.jvp(of_moved, tuple(tensors[name] for name in moves), tuple(moves.values()))
+TILE = tiles.TileConfig(16, 32)
 
 
-def learned_of(options: dict[str, Any], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Options that may have a tangent, in this dtype."""
-    names = ("attn_mask", *LEARNED)
-    given = {name: x for name, x in options.items() if name in names}
-    return {name: x.to(dtype) for name, x in given.items() if x.is_floating_point()}
-
-
-def by_levels(function: Function, tensors: dict[str, Tensor], moves: dict[str, Tensor]) -> Any:
-    """`pushed` by torch.autograd.forward_ad."""
-    with forward_ad.dual_level():
-        duals = {name: forward_ad.make_dual(tensors[name], x) for name, x in moves.items()}
-        pairs = [forward_ad.unpack_dual(x) for x in function(**tensors | duals)]
-    return [x for x, _ in pairs], [torch.zeros_like(x) if t is None else t for x, t in pairs]
-
-
-def assert_pushed(function: Function, oracle: Function, tensors: dict[str, Tensor]) -> None:
-    """o, lse and their tangents, where every tensor has one."""
-    direction = draws(seed=1, dtype=torch.float64)
-    moves = {name: direction(*x.shape) for name, x in tensors.items()}
-    expected = pushed(oracle, tensors, moves)
-    for some, y in zip(by_levels(function, tensors, moves), expected, strict=True):
-        torch.testing.assert_close(some, [x.to(z.dtype) for x, z in zip(y, some, strict=True)])
-
-
-def by_reverse(
-    oracle: Function, tensors: dict[str, Tensor], moves: dict[str, Tensor]
-) -> list[Tensor]:
-    """`pushed` as the derivative of gradients, which are linear in what they are of."""
-    leaves = {name: tensors[name].clone().requires_grad_() for name in moves}
-    results = oracle(**tensors | leaves)
-    us = [torch.zeros_like(x, requires_grad=True) for x in results]
-    pairs = [(x, u) for x, u in zip(results, us, strict=True) if x.requires_grad]
-    grads = torch.autograd.grad(
-        [x for x, _ in pairs], list(leaves.values()), [u for _, u in pairs], create_graph=True
-    )
-    tangents = torch.autograd.grad(grads, us, list(moves.values()), materialize_grads=True)
-    return [x.detach() for x in (*results, *tangents)]
-
-
-def assert_tangents_within_budget(
-    function: Function, oracle: Function, tensors: dict[str, Tensor], moved: Iterable[str]
-) -> None:
-    """Tangents of a kernel, where some tensors have one; tensors may have any dtype."""
-    direction = draws(seed=1)
-    moves = {name: direction(*tensors[name].shape).to(tensors[name]) for name in moved}
-
-    def in_dtype(dtype: torch.dtype) -> Any:
-        wide = [{n: x.to(dtype) for n, x in some.items()} for some in (tensors, moves)]
-        return by_reverse(oracle, *wide)
-
-    exact = in_dtype(torch.float64)
-    naive = worst_naive(exact, lambda: in_dtype(tensors["q"].dtype))
-    actual = [x for results in by_levels(function, tensors, moves) for x in results]
-    assert_all_within_budget(("o", "lse", "to", "tlse"), actual, exact, naive)
-
-
-# Beside holes a user's function may meet -inf, and squash(-inf) is NaN.
-WHOLE = {name: x for name, x in EXAMPLES.items() if name != "bias-with-holes"}
-
-
-@pytest.mark.parametrize(
-    "names", [("bias-with-holes", "causal"), *sets_that_cover_pairs(WHOLE, 8)], ids="+".join
-)
-def test_every_option(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks of 16 queries, so that the last is a remainder."""
-    monkeypatch.setattr(torch_attention, "_WITH_TANGENTS", 16 * B * H_q * T_k)
-    options = together(EXAMPLES, names)
-    tensors = qkv() | learned_of(options)
-    how: dict[str, Any] = {**options, "return_lse": True}
-    attend = partial(fastattn.attention, backend="torch")
-    assert_pushed(partial(attend, **how), partial(reference.attention, **how), tensors)
-
-
-def test_packed_sequences(device: str) -> None:
-    """One without queries, one without keys, one with fewer queries than keys."""
-    direction = draws(dtype=torch.float64)
-    tensors = {name: direction(n, h, d) for name, n, h, d in (
-        ("q", T_q, H_q, D), ("k", T_k, H_k, D), ("v", T_k, H_k, D_v),
-    )}  # fmt: skip
-    how: dict[str, Any] = {
-        "cu_seqlens_q": torch.tensor([0, 0, 4, T_q]),
-        "cu_seqlens_k": torch.tensor([0, 5, 5, T_k]),
-        "causal": True,
-        "softcap": 2.0,
-        "return_lse": True,
-    }
-    oracle = partial(reference.attention_varlen, **how)
-    tensors["sinks"] = direction(H_q)
-    assert_pushed(partial(fastattn.attention_varlen, **how, backend="torch"), oracle, tensors)
-    tensors = {name: x.float().to(device) for name, x in tensors.items()}
-    by_kernel = partial(fastattn.attention_varlen, **to_device(how, device), backend="triton")
-    with tiles.forced(forward=TILE, relative=TILE):
-        assert_tangents_within_budget(by_kernel, oracle, tensors, tensors)
-
-
-KERNEL = {
-    name: x
-    for name, x in EXAMPLES.items()
-    if not x.keys() & {"relative_keys", "key2"} and name != "bias-with-holes"  # squash(-inf) is NaN
-}
-TILE, OF_ROWS = tiles.TileConfig(16, 32), tiles.TileConfig(16, 16)
-
-
-@pytest.mark.parametrize(
-    "names", [("bias-with-holes",), *gate_sets(sets_that_cover_pairs(KERNEL, 8))], ids="+".join
-)
-def test_the_kernel_with_every_option(names: tuple[str, ...], device: str) -> None:
-    """Two blocks of keys and a remainder, of queries one and a remainder."""
-    options = to_device(together(EXAMPLES, names), device)
-    learned = learned_of(options, torch.float32)
-    tensors = {name: x.to(device) for name, x in qkv(torch.float32).items()} | learned
-    how: dict[str, Any] = {**options, "return_lse": True}
-    attend = partial(fastattn.attention, backend="triton")
-    with tiles.forced(forward=TILE, relative=TILE, decode=OF_ROWS, decode_chunk=OF_ROWS):
-        assert_tangents_within_budget(
-            partial(attend, **how), partial(reference.attention, **how), tensors, tensors
-        )
+def tangents(push: Function, attend: Function, tensors: Tensors, moves: Tensors) -> list[Tensor]:
+    pairs = push(lambda **moved: attend(**tensors | moved), tensors, moves)
+    return [torch.zeros_like(x) if tx is None else tx.detach() for x, tx in pairs]
 
 
 @pytest.mark.parametrize("moved", ["q", "k", "v", "qv", "sinks", "attn_bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernel_where_some_have_no_tangent(moved: str, dtype: torch.dtype, device: str) -> None:
-    """Keys have a large part in common, as in models: in 16 bits tangents of scores are centred.
-    Tangents may be wider than what they are of.
+def test_tangents_in_16_bits(moved: str, device: str) -> None:
+    """Keys have a large part in common, as in models: tangents of scores are centred. They may be
+    wider than what they are of.
     """
-    tensors = {name: x.to(device) for name, x in qkv(dtype).items()}
-    tensors["k"] = tensors["k"] + 16
-    tensors["attn_bias"] = draw(B, 1, T_q, T_k).to(device)
-    tensors["sinks"] = draw(H_q).to(device)
-    names = [moved] if moved in tensors else list(moved)
+    given = qkv(torch.bfloat16)
+    given |= {"attn_bias": draw(B, 1, T_q, T_k), "sinks": draw(H_q), "k": given["k"] + 16}
+    names = [moved] if moved in given else list(moved)
+    moves = {name: given[name].cos() for name in names}
     how: dict[str, Any] = {"causal": True, "return_lse": True}
-    attend = partial(fastattn.attention, backend="triton", **how)
+
+    def in_dtype(dtype: torch.dtype) -> list[Tensor]:
+        wide = [{name: x.to(dtype) for name, x in some.items()} for some in (given, moves)]
+        return tangents(by_reverse, partial(reference.attention, **how), *wide)
+
+    exact = in_dtype(torch.float64)
+    naive = worst_naive(exact, lambda: in_dtype(torch.bfloat16))
+    ours = partial(tangents, by_levels, partial(fastattn.attention, backend="triton", **how))
+    on_device = to_device(given, device), to_device(moves, device)
     with tiles.forced(forward=TILE, relative=TILE, backward_dq=TILE):
-        assert_tangents_within_budget(attend, partial(reference.attention, **how), tensors, names)
-        moves = {name: tensors[name].cos() for name in names}
-        expected = by_levels(attend, tensors, moves)
-        actual = by_levels(attend, tensors, {name: x.double() for name, x in moves.items()})
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-def test_the_kernel_with_wide_heads(device: str) -> None:
-    """In fp32, whose products are in parts past 64 and past 128 channels."""
-    q, k, v = (draw(1, 1, T, 136).to(device) for T in (5, 9, 9))
-    how: dict[str, Any] = {"causal": True, "return_lse": True}
-    attend = partial(fastattn.attention, backend="triton", **how)
-    oracle = partial(reference.attention, **how)
-    assert_tangents_within_budget(attend, oracle, {"q": q, "k": k, "v": v}, "qkv")
+        actual = ours(*on_device)
+        of_wider = ours(on_device[0], {name: x.double() for name, x in on_device[1].items()})
+    assert_all_within_budget(("to", "tlse"), actual, exact, naive)
+    torch.testing.assert_close(of_wider, actual, rtol=0, atol=0)
 
 
 def of_x(attend: Function, x: Tensor, **how: Any) -> Tensor:

@@ -139,12 +139,12 @@ PADDED.set_starts(torch.tensor([2]))
 
 
 def decode(**change: Any) -> Any:
-    return fastattn.decode_attention(**{"q": Q, "cache": CACHE, "backend": "torch", **change})
+    given = {"q": Q, "cache": CACHE, "backend": "torch"} | change
+    return explained(fastattn.decode_attention, fastattn.explain_decode, given)
 
 
 def ring(**change: Any) -> Any:
-    given = {"q": Q[:1], "cache": ONE_RING, "window": 3, "keep_first": 1}
-    return fastattn.decode_attention(**{**given, "backend": "torch", **change})
+    return decode(**{"q": Q[:1], "cache": ONE_RING, "window": 3, "keep_first": 1, **change})
 
 
 def cascade(prefix: Any = ONE_ROW, cache: Any = CACHE, *, q: Tensor = Q, **options: Any) -> Any:
@@ -170,7 +170,8 @@ def cache_with(**change: Any) -> tuple[Any, ...]:
 
 def paged(**change: Any) -> Any:
     given = {"q": P, "cache": cache_with(), "cu_seqlens_q": torch.tensor([0, 3, 4])}
-    return fastattn.attention_paged(**{**given, "backend": "torch", **change})
+    call, explain = fastattn.attention_paged, fastattn.explain_paged
+    return explained(call, explain, {**given, "backend": "torch", **change})
 
 
 # Rows that share their first page, which the older tokens of one of them fill.
@@ -187,10 +188,7 @@ def shared(**change: Any) -> Any:
 
 
 def over_shared(**change: Any) -> Any:
-    given = {"q": P, **SHARED, "shared": shared(), "softcap": 1.0, "window": None} | change
-    return explained(
-        fastattn.attention_paged, fastattn.explain_paged, {**given, "backend": "torch"}
-    )
+    return paged(**{"q": P, **SHARED, "shared": shared(), "softcap": 1.0, "window": None, **change})
 
 
 def paged_scale(scale: Any = None) -> Any:
@@ -296,7 +294,8 @@ INDICES, INDEX = Z(1, 2, 3, 1).int(), ones(1, 2, 3, 4)
 
 def selected(**change: Any) -> Any:
     given = dict(zip("qkv", make_qkv(1, 4, 2, 3, 20, 8), strict=True))
-    return fastattn.selected_attention(**{**given, "indices": INDICES, "block": (1, 16), **change})
+    given |= {"indices": INDICES, "block": (1, 16)} | change
+    return explained(fastattn.selected_attention, fastattn.explain_selected, given)
 
 
 LISTED = fastattn.PagedKVCache(8, 8, 2, 16)

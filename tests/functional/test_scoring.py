@@ -49,14 +49,6 @@ def test_gradient_of_o_alone_and_of_lse_alone(device: str) -> None:
         assert y.abs().max() > 1e-3
 
 
-def test_autocast_takes_its_dtype_and_computes_in_fp32() -> None:
-    q, k, v, u = (x.detach() for x in inputs(projected=True))
-    with torch.autocast("cpu", torch.bfloat16):
-        o = fastattn.additive_attention(q, k, v, u)
-    low = (x.bfloat16() for x in (q, k, v))
-    assert torch.equal(o, fastattn.additive_attention(*low, u))
-
-
 def test_nan_in_padding_reaches_no_gradient_of_a_projection(device: str) -> None:
     q, k, v, u, w_query, w_key = (x.detach() for x in inputs(device))
     mask = torch.arange(T_k, device=device).expand(B, T_k) % 4 > 0

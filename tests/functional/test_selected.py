@@ -111,14 +111,6 @@ def test_explain_names_the_kernels(device: str) -> None:
     assert "float64" in explain_selected(*wide, indices).reasons["triton"]
 
 
-def test_autocast_takes_its_dtype(device: str) -> None:
-    q, k, v = make_qkv(1, 2, 1, 3, 20, 16, device=device)
-    lists = torch.zeros(1, 1, 3, 1, dtype=torch.int32, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        o = selected_attention(q, k, v, lists)
-    assert torch.equal(o, selected_attention(*(x.bfloat16() for x in (q, k, v)), lists))
-
-
 def test_operators_have_fakes_and_gradients(device: str) -> None:
     q, k, v = make_qkv(1, 2, 1, 3, 20, 16, device=device)
     lists = torch.zeros(1, 1, 3, 1, dtype=torch.int32, device=device)

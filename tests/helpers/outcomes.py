@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
@@ -85,13 +86,15 @@ def succeeded(outcome: list[Any]) -> bool:
 @contextmanager
 def _zero_filled_integers() -> Iterator[None]:
     """Uninitialised integers, as of counters and lists that no kernel writes, are the same."""
-    empty = torch.empty
 
-    def filled(*args: Any, **kwargs: Any) -> Tensor:
-        x = empty(*args, **kwargs)
+    def zeroed(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        x = make(*args, **kwargs)
         return x if x.is_floating_point() or x.is_meta else x.zero_()
 
-    with mock.patch.object(torch, "empty", filled):
+    with (
+        mock.patch.object(torch, "empty", partial(zeroed, torch.empty)),
+        mock.patch.object(Tensor, "new_empty", partialmethod(partial(zeroed, Tensor.new_empty))),
+    ):
         yield
 
 

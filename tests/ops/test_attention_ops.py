@@ -1,4 +1,4 @@
-"""The custom ops in torch's machinery: registration, compile, export, autocast, checkpointing."""
+"""The custom ops in torch's machinery: registration, compile, export, checkpointing."""
 
 import shutil
 
@@ -42,25 +42,6 @@ def test_compiles_as_one_graph(backend: str, device: str) -> None:
         output_and_gradients(compiled, inputs), output_and_gradients(model, inputs), strict=True
     ):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_autocast_casts_as_torch_does(backend: str, device: str) -> None:
-    inputs = make_qkv(**SIZES, device=device)
-
-    def attend(q, k, v, **arguments):
-        with torch.autocast(device, torch.bfloat16):
-            return fastattn.attention(q, k, v, backend=backend, **arguments)
-
-    o = attend(*inputs)
-    assert o.dtype == torch.bfloat16
-    low = [x.detach().bfloat16() for x in inputs]
-    assert torch.equal(o, fastattn.attention(*low, backend=backend))
-    grads = torch.autograd.grad(o.float().sum(), inputs)
-    assert all(g.dtype == torch.float32 and (g != 0).any() for g in grads)
-    wide = [x.detach().double() for x in inputs]
-    with torch.autocast(device, torch.bfloat16):
-        assert fastattn.attention(*wide).dtype == torch.float64
 
 
 def test_fp32_products_follow_torchs_tf32_switch() -> None:

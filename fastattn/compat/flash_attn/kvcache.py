@@ -139,7 +139,7 @@ def view_of(cache: Cache, B: int, new: int) -> CacheView:
     if longest + new > room:
         raise RuntimeError(f"cache_seqlens={longest} and {new} new tokens exceed {room} places")
     if isinstance(seqlens, int):
-        seqlens = torch.full((B,), seqlens, dtype=torch.int32, device=k.device)
+        seqlens = k.new_full((B,), seqlens, dtype=torch.int32)
     view = view_of_tensors(k, v, seqlens, block_table=table, starts=starts)
     rows = "cache_batch_idx" if cache.block_table is None else "block_table"
     check_view_values(view, new, {"lengths": "cache_seqlens", "block_table": rows})

@@ -309,7 +309,7 @@ def _swap_transformers(name: str, model: Any, done: Swap) -> Callable[[type], bo
         return None
     register()
     if any(looks_up(type(module)) for module in model.modules()):
-        done._undo.append(restorer(model))
+        done._undo.append(restorer(model, NAME))
         model.set_attn_implementation(NAME)
     served, left = unserved(model, NAME)
     if not served and not left:

@@ -330,7 +330,7 @@ def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     for name in ("attn_mask", "attn_bias"):
         if name in wanted:
             wanted[name] = wanted[name].expand(*wanted[name].shape[:-1], T_k)
-    lengths = torch.full((B,), T_k, dtype=torch.int32, device=key.device)
+    lengths = key.new_full((B,), T_k, dtype=torch.int32)
     return decode_attention(query, view_of_tensors(key, value, lengths), **wanted).transpose(1, 2)
 
 
@@ -428,7 +428,7 @@ def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
     blocks = -(-key.shape[2] // size)
     # -1 goes to an extra first column.
     shape = (*lists.shape[:3], 1 + blocks)
-    mask = torch.zeros(shape, dtype=torch.bool, device=key.device)
+    mask = key.new_zeros(shape, dtype=torch.bool)
     mask = mask.scatter(-1, lists.long().clamp(min=-1) + 1, True)[..., 1:]
     mask = mask.repeat_interleave(size, -1)[..., : key.shape[2]]
     H_s = lists.shape[1]

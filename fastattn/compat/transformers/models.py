@@ -61,8 +61,8 @@ def _visit(module: nn.Module, name: str, implementation: str, left: dict[str, st
     return served
 
 
-def restorer(model: nn.Module) -> Callable[[], None]:
-    """A function that restores the current implementation of every config of a model.
+def restorer(model: nn.Module, name: str) -> Callable[[], None]:
+    """A function that restores the current implementation of every config of a model, but `name`.
 
     Parts of a model, such as image and text towers, have their own configs with possibly different
     implementations; `set_attn_implementation` with one name sets all.
@@ -78,7 +78,8 @@ def restorer(model: nn.Module) -> Callable[[], None]:
     def restore() -> None:
         for config, implementation in before.values():
             # The property without `_internal` also sets nested configs.
-            config._attn_implementation_internal = implementation
+            if implementation != name:
+                config._attn_implementation_internal = implementation
 
     return restore
 

@@ -66,7 +66,7 @@ class _Call(NamedTuple):
 
     def stand_ins(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Expanded scalars in another dtype with the shapes of q, k and v."""
-        number = torch.zeros(1, dtype=dtype, device=self.q.device)
+        number = self.q.new_zeros(1, dtype=dtype)
         return (
             number.expand(self.q.shape), number.expand(self.k.shape), number.expand(self.v.shape)
         )  # fmt: skip
@@ -200,6 +200,7 @@ def explain_fp8(
     """
     scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
     call = _checked_fp8(q, k, v, scales, out_dtype, dict(options))
+    checks.check_flag("return_lse", return_lse)
     choice = _choose(call, out_dtype, backend)
     if choice.backend != "hopper":
         return choice

@@ -103,6 +103,7 @@ def explain_selected(
 
     Checks the arguments as `selected_attention` does, and computes nothing.
     """
+    checks.check_flag("return_lse", return_lse)
     q, k, v, *_, checked = _checked_selection(q, k, v, indices, block, counts, options)
     choice = dispatch.choose(q, k, v, checked, backend, family="selected")
     return dispatch.with_findings(choice, q, v, ("selected",))

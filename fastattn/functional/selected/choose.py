@@ -80,7 +80,7 @@ def select_blocks(
     B, _, T_q, _ = q.shape
     count = tracing.ceil_div(T_q + offset, block_k)
     step = max(1, _AT_ONCE // max(1, B * q.shape[1] * (count if by_kernel else k.shape[2])))
-    parts = [torch.empty(B, H_s, 0, n, dtype=torch.int32, device=q.device)]
+    parts = [q.new_empty(B, H_s, 0, n, dtype=torch.int32)]
     for some in steps(T_q, step):
         part = some.start, some.stop
         if by_kernel:

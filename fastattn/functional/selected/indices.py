@@ -96,5 +96,5 @@ def _of_rows(starts: Tensor, numbers: Tensor) -> Tensor:
     R, n = lengths.shape[0], int(lengths.max()) if len(lengths) else 0
     rows = torch.arange(R, device=starts.device).repeat_interleave(lengths)
     places = torch.arange(numbers.shape[0], device=starts.device) - starts[:-1].long()[rows]
-    indices = torch.full((R, n), -1, dtype=torch.int32, device=starts.device)
+    indices = starts.new_full((R, n), -1, dtype=torch.int32)
     return indices.index_put((rows, places), numbers.to(torch.int32))[None, None]

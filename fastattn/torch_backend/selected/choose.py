@@ -24,7 +24,7 @@ def block_scores(
         x = (x - lse[:, :, own, None]).exp()
     x = torch.where(seen, x, float("-inf")).reshape(B, H_s, H_q // H_s, *x.shape[2:])
     x = _over(x, 2, lse is not None)
-    scores = torch.full((*x.shape[:3], count), float("-inf"), dtype=wide, device=q.device)
+    scores = q.new_full((*x.shape[:3], count), float("-inf"), dtype=wide)
     for back in range(pool[0] // pool[1]):
         # Key i counts in its own block and, `back` strides on, in blocks that it overlaps.
         width = count * per_block

@@ -31,6 +31,7 @@ def main() -> int:
 
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "attention takes .B, H, T, D.")  # said of legal calls too
+    warnings.filterwarnings("ignore", "`torch.jit.script")  # by torch's forward mode
     torch.set_num_threads(1)
     backends = [given.backend] if given.backend else ["torch", "triton"]
     first = random.SystemRandom().randrange(1 << 40) if given.seed is None else given.seed

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from nightly import gate_sets
 
 from fastattn.kernels.hopper import host
 from fastattn.options import OPTIONS, Options
@@ -44,6 +45,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 _WITHOUT_FP64 = ("attention_fp8", "attention_varlen_fp8", "attention_block")
 # Of caches there is none of no rows, and packed sequences are those of a first row.
 _OF_CACHES = ("append", "decode_attention", "cascade_attention", "attention_varlen_fp8")
+_CASTS = (
+    "attention", "attention_varlen", "dot_product_attention", "multiplicative_attention",
+    "selected_attention", "additive_attention",
+)  # fmt: skip
 _HIDING = frozenset(
     ("window", "stride", "mask_mod", "score_mod", "key_lengths", "query_offset", "attn_mask",
      "attn_bias", "key_padding_mask", "documents", "positions")
@@ -65,6 +70,8 @@ LAYOUTS = (
     "plain", "plain", "bthd", "wide", "odd", "shifted", "every-second", "columns", "negative",
     "one-row", "one-head", "one-token",
 )  # fmt: skip
+# Dims of expanded tensors, by layout.
+EXPANDED = {"one-row": 0, "one-head": 1, "one-token": 2}
 TRAITS = {
     "hot": 0.08,  # scores of up to 10^4
     "nan": 0.4,  # keys and values that no query may see are NaN, and biases where they are hidden
@@ -78,6 +85,11 @@ TRAITS = {
     "some": 0.3,  # gradients of some inputs
     "chunks": 0.7,  # torch holds the scores of few queries at once
     "elsewhere": 0.2,  # tensors are made on another device unless it is named
+    "tangents": 0.08,  # in forward mode
+    "twice": 0.08,  # gradients of gradients
+    "max": 0.1,  # the largest score of each query is returned too
+    "shared": 0.1,  # keys and values are columns of one tensor
+    "autocast": 0.2,  # fp32, which autocast casts to the 16 bits of the case, or fp64
 }
 DTYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -179,6 +191,12 @@ def legal(case: Case) -> Case:
         case = _for_hopper(case)
     if case.call == "additive_attention":
         case = replace(case, backend="torch")  # it has no kernel
+    if case.dtype is torch.float32 or case.call not in _CASTS:
+        case = replace(case, traits=case.traits - {"autocast"})
+    if case.call not in _CASTS[:2] or DERIVED & case.traits or case.backend == "hopper":
+        case = replace(case, traits=case.traits - {"max"})
+    if "max" in case.traits:  # of weights that are not 0
+        case = replace(case, traits=case.traits - {"hot"})
     if case.call == "flash_attn":  # which has no argument for a backend
         case = replace(case, traits=case.traits | {"environment"})
     if case.call == "selected_attention" and case.H_k == 3:
@@ -198,9 +216,15 @@ def legal(case: Case) -> Case:
             options.append(needs[case.seed % len(needs)])
     if "score_mod" in options and case.learns and "score_mod_grad" not in options:
         options.append("score_mod_grad")
+    if "key2" in options and "scale" in TAKES[case.call] and "shared" in case.traits:
+        options.append("scale")  # of which shared widths say nothing
+    elif "key2" in options:
+        case = replace(case, traits=case.traits - {"shared"})
     # A seed that is drawn in the call would be another one for each sequence, or part.
     if "dropout" in options and case.call in ("attention_varlen", "attention_block"):
         options.append("dropout_seed")
+    if "batch_invariant" in options and "max" in case.traits:
+        options = [x for x in options if x != "sinks"]  # which come last then
     for pair in _APART:
         if pair <= set(options):
             options.remove(max(pair, key=options.index))
@@ -217,7 +241,36 @@ def legal(case: Case) -> Case:
     if few and "dropout" in options and case.dtype in (torch.float16, torch.bfloat16):
         case = replace(case, traits=case.traits | {"forward"})
     # The checks go through the table in its order, and so do the values here.
-    return replace(case, options=tuple(name for name in OPTIONS if name in options))
+    case = replace(case, options=tuple(name for name in OPTIONS if name in options))
+    return _of_derivatives(case) if DERIVED & case.traits else case
+
+
+DERIVED = frozenset(("tangents", "twice"))
+# Options whose second derivatives no kernel computes, and biases, whose gradients none does.
+FORMULA = frozenset(
+    ("score_mod", "score_mod_grad", "relative_bias", "attn_bias", "attn_mask", *_SECOND, *_RELATIVE)
+)  # fmt: skip
+_DERIVES = _CASTS[:4]
+
+
+def _of_derivatives(case: Case) -> Case:
+    """The case with one of their traits, or none where the call has no such derivatives."""
+    left = {"again"}
+    if case.call not in _DERIVES or case.backend == "hopper" or not case.B:
+        left |= DERIVED
+    else:
+        twice = "twice" in case.traits and case.learns
+        left |= {"tangents"} if twice or case.call == "multiplicative_attention" else {"twice"}
+    if case.dtype is torch.float16:  # whose squares of large numbers are infinite
+        left |= {"hot"}
+    case = replace(case, traits=case.traits - left)
+    if "tangents" in case.traits:  # which some tensors of torch cannot have
+        plain = tuple("plain" if x in (*EXPANDED, "negative") else x for x in case.layouts)
+        case = replace(case, layouts=plain)
+    if "tangents" in case.traits and case.backend == "triton":  # no kernel has these
+        options = tuple(x for x in case.options if x not in (*_SECOND, *_RELATIVE))
+        case = replace(case, options=options)
+    return case
 
 
 def _for_hopper(case: Case) -> Case:
@@ -264,6 +317,18 @@ def pair_cases(backend: str, largest: int) -> list[Case]:
         dtype=dtype, layouts=("plain",) * 3, tile=(16, 16), options=(), traits=frozenset(("nan",)),
     )  # fmt: skip
     return [legal(replace(like, seed=seed, options=options)) for seed, options in enumerate(names)]
+
+
+def derived_cases(backend: str, trait: str) -> list[Case]:
+    """Cases of `pair_cases` with a trait of DERIVED, one of wide heads; of options with kernels."""
+    left = FORMULA if (backend, trait) == ("triton", "twice") else frozenset[str]()
+    cases = {}
+    for case in pair_cases(backend, 6):
+        D = case.D if cases else 136
+        options = tuple(x for x in case.options if x not in left)
+        case = legal(replace(case, options=options, D=D, D_v=D, traits=case.traits | {trait}))
+        cases[case.options] = case
+    return [cases[x] for x in (gate_sets(cases) if backend == "triton" else cases)]
 
 
 def smaller(case: Case) -> Iterator[Case]:

@@ -21,16 +21,18 @@ from fastattn.functional import call_memo
 from fastattn.kernels import backward_dkv
 from fastattn.kernels.launch import decode_splits, launches, tiles
 from fastattn.kernels.launch.tiles import TileConfig
+from fastattn.options import LIKE_Q
 from fastattn.testing import assert_matches_reference
 from fastattn.testing.calls import CALLS, Made
 from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near
 from fastattn.testing.inputs import nan_filled_empty
-from fastattn.testing.verify.scoring import assert_statistics
+from fastattn.testing.verify.scoring import assert_statistics, statistics_oracle
 from fastattn.torch_backend import additive, dropout, statistics, torch_attention
 from fastattn.torch_backend.selected import selected_formula as selected
 
 from . import caches, histories
-from .cases import LAYOUTS, ORDERS, Case, drawn, legal
+from .cases import DERIVED, FORMULA, LAYOUTS, ORDERS, Case, drawn, legal
+from .derivatives import BY_FORMULA, by_levels, by_reverse, by_transform, derived
 from .flash_calls import flash_case
 from .tensors import inputs, poisoned, relaid
 from .values import drawn_options
@@ -100,6 +102,9 @@ def _setting(case: Case) -> Iterator[None]:
                 stack.enter_context(
                     mock.patch.object(decode_splits, "_chunk_pays", lambda *call: True)
                 )
+            if DERIVED & case.traits and not FORMULA.intersection(case.options):
+                for module, name in BY_FORMULA:
+                    stack.enter_context(mock.patch.object(module, name, None))
             if "parts" in case.traits:
                 parts = case.random("parts").integer(1, case.G)
                 launches.forget()
@@ -130,7 +135,12 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
         # The last of them in other layouts.
         made = make(turned if turn == 3 else case, f"/{turn}")
         ours = partial(case.call_of, function or call.function, **_how(case), **made.alone)
+        largest: list[Tensor] = []
+        ours = _noting(ours, largest) if "max" in case.traits else ours
+        ours = _cast(case.dtype, ours) if "autocast" in case.traits else ours
         ours, theirs = _dropping_alike(case, ours, call.oracle)
+        ours = derived(case, ours, case.random("push").choice(by_levels, by_transform))
+        theirs = derived(case, theirs, by_reverse)
         assert_matches_reference(
             _asked(case, ours),
             *_with_poison(case, made, options),
@@ -142,9 +152,42 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
             **made.beside,
             **_with_nan_where_hidden(case, options),
         )
+        if largest and made.clean[1].numel():
+            _assert_largest(case, made, options, largest[-1])
         # The memo knows the next call by its layouts. The one after has other numbers.
         if turn == 1:
             options |= _other_numbers(drawn_options(case, rows, "/again"), options)
+
+
+def _noting(function: Callable[..., Any], largest: list[Tensor]) -> Callable[..., Any]:
+    """The function with return_max, whose result is put aside."""
+
+    def call(*args: Any, return_lse: bool, **options: Any) -> Any:
+        *results, x = function(*args, return_lse=return_lse, return_max=True, **options)
+        assert not x.requires_grad
+        largest.append(x)
+        return tuple(results) if return_lse else results[0]
+
+    return call
+
+
+def _assert_largest(case: Case, made: Made, options: dict[str, Any], largest: Tensor) -> None:
+    """Check the largest score of each query: the largest weight is its exponential over the sum."""
+    q, k, _ = made.clean
+    T = k.shape[0 if case.packed else 2]
+    units = torch.eye(T)[:, None] if case.packed else torch.eye(T)
+    given = {name: x for name, x in options.items() if not name.startswith("dropout")}
+
+    def oracle(dtype: torch.dtype) -> Tensor:
+        v = units.expand(*k.shape[:-1], T)
+        oracle = CALLS[case.call].oracle
+        rows = (x.detach().to(dtype) for x in (q, k, v))
+        weights, lse = oracle(*rows, return_lse=True, **made.beside, **given)
+        of_rows = weights.detach().amax(-1).log()
+        return lse.detach() + (of_rows.T if case.packed else of_rows)
+
+    exact = oracle(torch.float64)
+    assert_all_near(("largest",), (largest,), (exact,), lambda: (oracle(case.dtype),), ORDERS)
 
 
 def _other_numbers(fresh: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -155,6 +198,19 @@ def _other_numbers(fresh: dict[str, Any], options: dict[str, Any]) -> dict[str, 
         return all(part is None or isinstance(part, (bool, int, float)) for part in parts)
 
     return {name: x for name, x in fresh.items() if plain(x) and plain(options[name])}
+
+
+def _cast(dtype: torch.dtype, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under autocast, of fp32 that this casts back, or of fp64, which it leaves."""
+    wide = torch.promote_types(dtype, torch.float32)
+    narrow = torch.bfloat16 if dtype is torch.float64 else dtype
+
+    def call(*rows: Tensor, **given: Any) -> Any:
+        given |= {name: x.to(wide) for name, x in given.items() if name in LIKE_Q}
+        with torch.autocast("cpu", narrow):
+            return function(*(x.to(wide) for x in rows), **given)
+
+    return call
 
 
 def _seeded(case: Case, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,9 +343,44 @@ def _with_nan_where_hidden(case: Case, options: dict[str, Any]) -> dict[str, Any
 
 
 def _statistics(case: Case) -> None:
-    """Entropy, weight received, the largest weights and all of them."""
+    """Entropy, weight received, the largest weights, all of them, and two derivatives of these."""
     q, k, _ = inputs(case)
-    assert_statistics(q, k, _how(case).get("backend"), drawn_options(case, case.B))
+    backend, options = _how(case).get("backend"), drawn_options(case, case.B)
+    assert_statistics(q, k, backend, options)
+    alike = case.layouts[1] == "one-token"  # of equal keys any may be among the largest
+    if "forward" in case.traits or case.dtype is not torch.float32 or alike:
+        return
+    tensors = {"q": q, "k": k}
+    tensors |= {name: options.pop(name) for name in DIFFERENTIABLE if _is_learned(options, name)}
+
+    def ours(**given: Any) -> tuple[Tensor, ...]:
+        actual = fastattn.attention_statistics(**given, **options, top=2, backend=backend)
+        weights = fastattn.attention_weights(**given, **options, backend=backend)
+        return actual.entropy, actual.received, actual.top_weights, actual.distance, weights
+
+    def oracle(**given: Any) -> tuple[Tensor, ...]:
+        entropy, received, weights, distance = statistics_oracle(**given, **options)
+        top = weights.topk(min(2, case.T_k)).values
+        return entropy, received, top, distance, weights
+
+    def derived(function: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in tensors.items()}
+        entropy, received, top, distance, weights = function(**leaves)
+        loss = weights.exp().sum() + entropy.sin().sum() + distance.sin().sum()
+        loss = loss + (received.cos() + top.square().sum((-1, -2))[..., None]).sum()
+        grads = torch.autograd.grad(loss, [*leaves.values()], create_graph=True)
+        squares = sum(x.square().sum() for x in grads)
+        return [*grads, *torch.autograd.grad(squares, [*leaves.values()])]
+
+    exact = derived(oracle, torch.float64)
+    names = [f"{order} gradient of {name}" for order in ("first", "second") for name in tensors]
+    assert_all_near(
+        names, derived(ours, case.dtype), exact, partial(derived, oracle, case.dtype), ORDERS
+    )
+
+
+def _is_learned(options: dict[str, Any], name: str) -> bool:
+    return isinstance(options.get(name), Tensor) and options[name].is_floating_point()
 
 
 def _merge(case: Case) -> None:

@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from fastattn.testing.calls import Draw
 
-from .cases import Case
+from .cases import EXPANDED, Case
 
 # Scores of so much leave fp16 room for a product that is not scaled yet.
 _HOT = {torch.float16: 200.0}
@@ -25,31 +25,32 @@ def inputs(case: Case, salt: str = "") -> tuple[Tensor, Tensor, Tensor]:
     for name, layout, (H, T, width) in zip("qkv", case.layouts, sizes, strict=True):
         draw = case.random(name + salt)
         shape = [case.B, H, T, width]
-        if layout in _EXPANDED:
-            shape[_EXPANDED[layout]] = 1
+        if layout in EXPANDED:
+            shape[EXPANDED[layout]] = 1
         x = draw.normal(*shape)
         if name == "q" and "hot" in case.traits:
             x = x * _HOT.get(case.dtype, 1e4 / math.sqrt(case.D))
         x = x.to(case.dtype).expand(case.B, H, T, width)
         tensors.append(laid(x.to(case.device), layout))
     q, k, v = tensors
+    if "shared" in case.traits:  # beside one another, as a projection has them, or columns of k
+        both = torch.cat((k, v), 3)
+        of_keys = case.D_v <= case.D and case.random("shared").chance(0.5)
+        k, v = both[..., : case.D], both[..., : case.D_v] if of_keys else both[..., case.D :]
     return q, k, v
 
 
 def relaid(grad: Tensor, layout: str, packed: bool) -> Tensor:
     """A gradient of o [B, H, T, D_v], or packed, in another layout, or the same for rows."""
     x = grad.transpose(0, 1)[None] if packed else grad
-    if layout in _EXPANDED:
-        x = x.narrow(_EXPANDED[layout], 0, min(1, x.shape[_EXPANDED[layout]])).expand_as(x)
+    if layout in EXPANDED:
+        x = x.narrow(EXPANDED[layout], 0, min(1, x.shape[EXPANDED[layout]])).expand_as(x)
     x = laid(x, layout)
     return x[0].transpose(0, 1) if packed else x
 
 
-_EXPANDED = {"one-row": 0, "one-head": 1, "one-token": 2}
-
-
 def laid(x: Tensor, layout: str) -> Tensor:
-    """x [B, H, T, D] in another layout; of `_EXPANDED` it is expanded already."""
+    """x [B, H, T, D] in another layout; of `EXPANDED` it is expanded already."""
     if layout == "bthd":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout in ("wide", "odd"):
@@ -63,7 +64,7 @@ def laid(x: Tensor, layout: str) -> Tensor:
         return x.mT.contiguous().mT
     if layout == "negative":
         return negative(x)
-    return x if layout in _EXPANDED else x.contiguous()
+    return x if layout in EXPANDED else x.contiguous()
 
 
 def negative(x: Tensor) -> Tensor:
@@ -73,7 +74,7 @@ def negative(x: Tensor) -> Tensor:
 
 def poisoned(x: Tensor, exists: Tensor, layout: str, draw: Draw) -> Tensor:
     """x [B, H, T, D] with NaN or inf in rows that do not exist; exists: bool [B, 1 or H, T]."""
-    if layout in _EXPANDED:
+    if layout in EXPANDED:
         return x
     poison = draw.choice(math.nan, math.inf, -math.inf)
     return laid(x.masked_fill(~exists[..., None], poison), layout)
