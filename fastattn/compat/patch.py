@@ -100,6 +100,12 @@ def unpatch_sdpa() -> None:
         _apply()
 
 
+def count_registered() -> None:
+    """Count a call of the function registered with transformers, for the module that runs."""
+    if _swapped and (calls := running.innermost()) is not None:
+        calls.count_served()
+
+
 def serve_running(swap: object) -> None:
     """Serve calls of torch's function while modules registered with `calls.running` run."""
     with _lock:

@@ -64,6 +64,8 @@ class SelfMade(nn.Module):
         ahead = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
         if self.kind in ("fill", "other-mask"):
             scores = scores.masked_fill(ahead, -1e4 if self.kind == "fill" else -math.inf)
+        if self.kind == "asserts":
+            assert [len(x[x.isfinite()])] == [x.isfinite().sum()]
         if self.kind == "whole":
             scores = (9 * scores).to(torch.int32).to(q.dtype)
         if self.kind == "other-dim":
@@ -101,6 +103,7 @@ class SelfMade(nn.Module):
         "blind": "attention weights are changed by nan_to_num",
         "other-mask": "weights are set to 0 by another mask than that of the scores",
         "in-place": "add_ is between the products",
+        "asserts": "torch.compile cannot capture its forward at",
         "whole": "rounded to something else than 16, 32 or 64 bits",
         "kept": "attention weights are kept or returned by its forward",
         "in-place-late": "add_ is between the products",

@@ -39,7 +39,10 @@ def test_masks_agree_with_those_of_transformers():
     cases.append((narrower, 6, 6, 0, 0, None))
     for function, T_q, T_k, q_offset, k_offset, padding in cases:
         sizes = (1, T_q, T_k, q_offset, k_offset)
-        mask = hf_attention.attention_mask(*sizes, function, padding, None, False, device="cpu")
+        counter = q_offset if T_q == T_k else torch.tensor(q_offset)
+        given = (*sizes[:3], counter, k_offset, function, padding, None, False)
+        mask = hf_attention.attention_mask(*given, device="cpu")
+        counter += T_q  # a static cache counts before a layer may ask for entries
         assert isinstance(mask, lazy_mask.LazyMask)
         q, k, v = heads(T_q, T_k)
         # A layer's `is_causal` may say otherwise, and a missing mask cannot.

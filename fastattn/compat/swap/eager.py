@@ -257,7 +257,11 @@ class CapturedForward:
             if running.captures:
                 self._count(module, args, kwargs, begin, "")
             return output
-        except (errors.TorchDynamoException, errors.FailOnRecompileLimitHit) as error:
+        except Exception as error:
+            # Its tracer may also fail an assertion, and marks every error.
+            own = isinstance(error, (errors.TorchDynamoException, errors.FailOnRecompileLimitHit))
+            if not own and not hasattr(error, "innermost_user_frame_summary"):
+                raise
             # Nothing has run yet, as the whole forward is one graph or none.
             reason = _why(error)
             key = (functions, *self._count(module, args, kwargs, begin, reason))

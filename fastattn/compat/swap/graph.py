@@ -55,10 +55,11 @@ def _in_one_form(graph: fx.Graph) -> None:
             node.args, node.kwargs = (*node.args, rest.pop(moved)), rest
         if operation(node) == "einsum" and isinstance(node.args[1], (tuple, list)):
             node.args = (node.args[0], *node.args[1])
-        name, other = str(node.target), node.args[1] if len(node.args) == 2 else None
+        name, other = str(node.target), node.args[1] if len(node.args) > 1 else None
         like = other.meta.get("example_value") if isinstance(other, fx.Node) else None
         if node.op == "call_method" and name in ("type_as", "to") and isinstance(like, Tensor):
-            node.target, node.args = "to", (node.args[0], like.device, like.dtype)
+            node.target, rest = "to", node.args[2:]
+            node.args = (node.args[0], like.device, like.dtype, *rest)
         elif node.op == "call_method" and name in _NEW and isinstance(node.args[0], fx.Node):
             like = value(node.args[0])
             node.op, node.target = "call_function", _NEW[name]

@@ -19,6 +19,7 @@ _BY_TORCHS_FUNCTION = f"calls to F.{SDPA} use fastattn"
 _EAGER = "try fastattn.swap(model, eager=True) or adapters="
 _COMPILED = 'torch.compile traced its forward for another backend; use backend="fastattn"'
 _BY_CAPTURE = "attention in its forward, captured by torch.compile, uses fastattn"
+_REGISTERED = 'attn_implementation="fastattn"'
 
 
 class Swap:
@@ -26,32 +27,25 @@ class Swap:
 
     Attributes:
         calls: call counts (`Calls`) of each swapped module ("" is the model itself). A module
-            without attention of its own has 0 calls. Models of transformers are not counted.
+            without attention of its own has 0 calls.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, Calls] = {}
-        # How modules use fastattn: by their new class, adapter or registered function.
+        # How modules use fastattn: by their new class, adapter or the registered function.
         self._ways: dict[str, str] = {}
         self._watched: dict[str, type[nn.Module]] = {}
         self._names: dict[str, frozenset[str]] = {}
         # For models of transformers, `left` lists modules that ignore the registered function.
         self._of_transformers: set[str] = set()
-        self._registered: set[str] = set()
         self._left: dict[str, str] = {}
         self._changed: weakref.WeakKeyDictionary[nn.Module, Calls] = weakref.WeakKeyDictionary()
         self._undo: list[Callable[[], None]] = []
 
     @property
     def replaced(self) -> dict[str, str]:
-        """Names of modules of which a call used fastattn, and how.
-
-        A model of transformers, whose calls are not counted, is listed from the start.
-        """
-        served = self._served()
-        return {
-            x: way for x, way in served.items() if x in self._registered or self.calls[x].served
-        }
+        """Names of modules of which a call used fastattn, and how."""
+        return {x: way for x, way in self._served().items() if self.calls[x].served}
 
     @property
     def unseen(self) -> dict[str, str]:
@@ -76,7 +70,9 @@ class Swap:
             if not SOFTMAX.isdisjoint(self._names[name])
             or not any(x != name and x.startswith(name and f"{name}.") for x in listed)
         }
-        left |= {name: why for name, why in self._left.items() if name not in served}
+        for name, why in self._left.items():
+            if not any(x == name or (name and x.startswith(f"{name}.")) for x in served):
+                left[name] = why
         idle = (x for x in served if x not in self.replaced and not self._is_unseen(x))
         return left | {name: f"no call used fastattn: {self._why(name)}" for name in idle}
 
@@ -93,7 +89,7 @@ class Swap:
     def _is_unseen(self, name: str) -> bool:
         calls = self.calls.get(name)
         idle = calls is not None and not calls.counted and not calls.unseen
-        return idle and name not in self._registered and not self._is_compiled(name)
+        return idle and not self._is_compiled(name)
 
     def _is_compiled(self, name: str) -> bool:
         """Whether torch.compile traced the forward, perhaps as another layer's of the class."""
@@ -104,6 +100,8 @@ class Swap:
         calls, kind = self.calls[name], self._watched.get(name)
         if calls.passed or kind is None:
             return calls.reason
+        if self._ways.get(name) == _REGISTERED:
+            return "its forward ran without a call to the function registered with transformers"
         softmax = not SOFTMAX.isdisjoint(self._names[name])
         if softmax and self._is_compiled(name):
             return _COMPILED
@@ -133,8 +131,6 @@ class Swap:
     def _counted(self, name: str) -> str:
         if (calls := self.calls.get(name)) is None:
             return ""
-        if name in self._registered and not calls.counted:
-            return " [calls are not counted]"
         why = f", {calls.passed} without fastattn: {calls.reason}" if calls.passed else ""
         count = "1 call" if calls.served == 1 else f"{calls.served} calls"
         return f" [{count} so far{why}]"
@@ -207,7 +203,7 @@ def swap(
         done._changed[module] = done.calls[name]
         if kind in adapters:
             _adapt(name, module, adapters[kind], "its adapter computes its calls", done)
-        elif eager and not SOFTMAX.isdisjoint(done._names[name]):
+        elif eager and name not in done._ways and not SOFTMAX.isdisjoint(done._names[name]):
             _adapt(
                 name, module, captured.setdefault(kind, CapturedForward(kind)), _BY_CAPTURE, done
             )
@@ -236,11 +232,11 @@ def _matches(
     done: Swap,
     seen: set[int],
     adapters: Any,
-    registered: bool = False,
+    looks_up: Callable[[type], bool] | None = None,
 ) -> Iterator[tuple[str, nn.Module]]:
     """Modules that are or may contain attention, each once, under its first name.
 
-    registered: inside a model of transformers with a registered attention function.
+    looks_up: inside a model of transformers: whether a class calls the registered function.
     """
     if id(module) in seen:
         return
@@ -251,16 +247,19 @@ def _matches(
     if isinstance(module, torch.jit.ScriptModule):
         done._left[name] = "torch.jit has compiled it"
         return
-    if hasattr(module, "set_attn_implementation") and not registered:
-        registered = _swap_transformers(name, module, done, seen)
-    if registered:
+    if hasattr(module, "set_attn_implementation") and not looks_up:
+        looks_up = _swap_transformers(name, module, done)
+    registered = looks_up is not None and looks_up(type(module))
+    if looks_up:
         done._of_transformers.add(name)
+    if registered and name not in done._left:
+        done._ways[name] = _REGISTERED
     yield name, module
-    if type(module) in adapters or _is_torchs(type(module)):
+    if registered or type(module) in adapters or _is_torchs(type(module)):
         return
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
-        yield from _matches(child, full, done, seen, adapters, registered)
+        yield from _matches(child, full, done, seen, adapters, looks_up)
 
 
 def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap) -> None:
@@ -297,29 +296,24 @@ def _release(module: nn.Module, calls: Calls | None = None) -> None:
         module.__class__ = exchanged(type(module), MultiheadAttention, nn.MultiheadAttention)
 
 
-def _swap_transformers(name: str, model: Any, done: Swap, seen: set[int]) -> bool:
+def _swap_transformers(name: str, model: Any, done: Swap) -> Callable[[type], bool] | None:
     """Set the attention implementation of a model of transformers, for all layers.
 
-    Adds served modules to `seen`; other modules are swapped as usual.
+    Returns whether a class calls the registered function; other modules are swapped as usual.
     """
     try:
         from ..transformers.hf_attention import NAME, register
         from ..transformers.models import looks_up, restorer, unserved
     except ImportError as error:
         done._left[name] = f"fastattn cannot be registered with transformers: {error}"
-        return False
+        return None
     register()
-    by_name = [module for module in model.modules() if looks_up(type(module))]
-    if by_name:
+    if any(looks_up(type(module)) for module in model.modules()):
         done._undo.append(restorer(model, NAME))
         model.set_attn_implementation(NAME)
     served, left = unserved(model, NAME)
-    if served:
-        done._ways[name] = f'attn_implementation="{NAME}"'
-        done._registered.add(name)
-    elif not left:
+    if not served and not left:
         left[""] = "no module of it uses transformers' AttentionInterface"
     for inner, reason in left.items():
         done._left[".".join(filter(None, (name, inner)))] = reason
-    seen.update(id(part) for module in by_name for part in module.modules())
-    return True
+    return looks_up

@@ -28,6 +28,7 @@ from ...ops.call import interpreting
 from ...options import OPTIONS
 from ...position_tables import document_ids
 from ...tracing import in_forward_mode
+from ..patch import count_registered
 from ..sdpa import bounded_bias
 from .continuous import NAME as NAME
 from .continuous import attend_paged
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 Attend = Callable[..., Any]
 # First and last tested minor version.
 _TESTED = ((5, 23), (5, 24))
-_SMALL_CHANGES = "scores, masks or caches may be passed in another way there"
 # transformers' module of output capturing, if imported.
 _collectors: list[Any] = []
 
@@ -138,6 +138,7 @@ def attention_forward(
         ValueError: no mask for a causal layer with 1 < T_q != T_k, as the queries' positions are
             unknown; cu_seq_lens_q with padding; or position_ids that start anew behind a cache.
     """
+    count_registered()
     output_attentions = output_attentions or _are_weights_collected()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "sinks": s_aux}
@@ -279,8 +280,7 @@ def _block_mask_options(
     mask: object, query: Tensor, key: Tensor, at_all_pairs: bool
 ) -> dict[str, Any]:
     """Options that stand for a BlockMask of FlexAttention; other objects are refused."""
-    # Imported late, as it takes a second.
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import BlockMask  # late, as it takes a second
 
     from ..flex_attention import mask_options
 
@@ -444,7 +444,7 @@ def _check_version(version: str) -> None:
         shown = [".".join(map(str, bound)) for bound in _TESTED]
         warnings.warn(
             f"transformers {version} is outside the versions that fastattn was tested with, "
-            f"{shown[0]} to {shown[1]}: {_SMALL_CHANGES}",
+            f"{shown[0]} to {shown[1]}: scores, masks or caches may be passed in another way there",
             UserWarning,
             stacklevel=3,
         )

@@ -78,6 +78,9 @@ def attention_mask(
         )
         mask_function = _within(mask_function, numbers, chunked)
         attention_mask = attention_mask != 0
+    if isinstance(q_offset, Tensor):
+        # It is a static cache's counter, which rises before entries are made.
+        q_offset = q_offset.clone()
     extents = (batch_size, q_length, kv_length, q_offset, kv_offset)
     shared: dict[str, Any] = {"use_vmap": use_vmap, "device": device}
 
