@@ -312,8 +312,7 @@ def _view_for(q: Tensor, cache: Any) -> tuple[CacheView, int | None]:
 
 def _check_ring(view: CacheView, T_q: int, lost: int = 0) -> None:
     """Raise ValueError if queries see keys that a ring lost. lost: tokens taken away since."""
-    assert view.window is not None and view.keep_first is not None
-    most = view.page_size - view.keep_first - view.window + 1 - lost
+    most = view.page_size - (view.keep_first or 0) - (view.window or 1) + 1 - lost
     if T_q > most:
         after = f" after truncate took {lost} tokens: append first" if lost else ""
         raise ValueError(
