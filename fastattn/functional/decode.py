@@ -306,25 +306,20 @@ def _view_for(q: Tensor, cache: Any) -> tuple[CacheView, int | None]:
     view, uniform = view_of_cache(cache)
     if lost := getattr(cache, "lost", 0):
         check_query(q, view)
-        _check_ring(view, q.shape[2], lost)
+        _of_ring(view, q.shape[2], {}, lost)
     return view, uniform
 
 
-def _check_ring(view: CacheView, T_q: int, lost: int = 0) -> None:
-    """Raise ValueError if queries see keys that a ring lost. lost: tokens taken away since."""
-    most = view.page_size - (view.keep_first or 0) - (view.window or 1) + 1 - lost
+def _of_ring(view: CacheView, T_q: int, options: dict[str, Any], lost: int = 0) -> dict[str, Any]:
+    """Options with a ring's window and keep_first. lost: tokens that `truncate` took away."""
+    assert view.window is not None and view.keep_first is not None
+    most = view.page_size - view.keep_first - view.window + 1 - lost
     if T_q > most:
         after = f" after truncate took {lost} tokens: append first" if lost else ""
         raise ValueError(
             f"q must have at most {most} tokens, as the ring keeps the keys of no more{after}, "
             f"got {T_q}"
         )
-
-
-def _of_ring(view: CacheView, T_q: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Options with a ring's window and keep_first."""
-    assert view.window is not None
-    _check_ring(view, T_q)
     left = view.window - 1
     if options.get("window") is not None:
         window_left, _ = checks.check_window(options["window"])
