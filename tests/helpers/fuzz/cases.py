@@ -47,7 +47,7 @@ _WITHOUT_FP64 = ("attention_fp8", "attention_varlen_fp8", "attention_block")
 _OF_CACHES = ("append", "decode_attention", "cascade_attention", "attention_varlen_fp8")
 _CASTS = (
     "attention", "attention_varlen", "dot_product_attention", "multiplicative_attention",
-    "selected_attention", "additive_attention",
+    "selected_attention", "additive_attention", "attention_statistics",
 )  # fmt: skip
 _HIDING = frozenset(
     ("window", "stride", "mask_mod", "score_mod", "key_lengths", "query_offset", "attn_mask",

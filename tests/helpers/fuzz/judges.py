@@ -347,6 +347,10 @@ def _statistics(case: Case) -> None:
     q, k, _ = inputs(case)
     backend, options = _how(case).get("backend"), drawn_options(case, case.B)
     assert_statistics(q, k, backend, options)
+    if "autocast" in case.traits:
+        plain = fastattn.attention_statistics(q, k, backend=backend, **options)
+        cast = _cast(case.dtype, fastattn.attention_statistics)(q, k, backend=backend, **options)
+        assert all(map(torch.equal, plain, cast))
     alike = case.layouts[1] == "one-token"  # of equal keys any may be among the largest
     if "forward" in case.traits or case.dtype is not torch.float32 or alike:
         return
