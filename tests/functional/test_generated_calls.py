@@ -8,7 +8,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from fuzz.cases import DERIVED, OFTEN, TAKES, Case, derived_cases, drawn, pair_cases
+from fuzz.cases import DERIVED, OFTEN, TAKES, Case, drawn, further_cases, pair_cases
 from fuzz.judges import JUDGES, check
 from fuzz.tensors import inputs
 from fuzz.values import VALUES, drawn_options
@@ -90,11 +90,11 @@ def test_options_that_meet(case: Case, one_thread: None, device: str) -> None:
     check(replace(case, device=device))
 
 
-@pytest.mark.parametrize("trait", sorted(DERIVED))
+@pytest.mark.parametrize("trait", ["max", *sorted(DERIVED)])
 @pytest.mark.parametrize("backend", PAIRS)
-def test_derivatives_of_options_that_meet(
+def test_further_results_of_options_that_meet(
     backend: str, trait: str, one_thread: None, device: str
 ) -> None:
-    for case in derived_cases(backend, trait):
+    for case in further_cases(backend, trait):
         sys.stdout.write(f"{case}\n")
         check(replace(case, device=device))

@@ -87,7 +87,7 @@ TRAITS = {
     "elsewhere": 0.2,  # tensors are made on another device unless it is named
     "tangents": 0.08,  # in forward mode
     "twice": 0.08,  # double backward
-    "max": 0.1,  # the largest score of each query is returned too
+    "max": 0.2,  # the largest score of each query is returned too
     "shared": 0.1,  # keys and values are columns of one tensor
     "autocast": 0.2,  # fp32, which autocast casts to the 16 bits of the case, or fp64
 }
@@ -319,8 +319,8 @@ def pair_cases(backend: str, largest: int) -> list[Case]:
     return [legal(replace(like, seed=seed, options=options)) for seed, options in enumerate(names)]
 
 
-def derived_cases(backend: str, trait: str) -> list[Case]:
-    """Cases of `pair_cases` with a trait of DERIVED, one of wide heads; of options with kernels."""
+def further_cases(backend: str, trait: str) -> list[Case]:
+    """Cases of `pair_cases` with a further trait, one of wide heads; of options with kernels."""
     left = FORMULA if (backend, trait) == ("triton", "twice") else frozenset[str]()
     cases = {}
     for case in pair_cases(backend, 6):
