@@ -49,13 +49,14 @@ def assert_matches_reference(
     run = results if backward else _outputs
     ours = run(attention, q, k, v, *positional, **arguments)
     originals = clean if clean is not None else (q, k, v)
-    wide = {name: x.double() if name in _floats(arguments) else x for name, x in arguments.items()}
+    learned = learned_names(arguments)
+    wide = {name: x.double() if name in learned else x for name, x in arguments.items()}
     ref = run(oracle, *(x.detach().double() for x in originals), *positional, **wide)
 
     def naive() -> tuple[Tensor, ...]:
         return run(oracle, *(x.detach() for x in originals), *positional, **arguments)
 
-    names = (*NAMES, *(f"d{name}" for name in _floats(arguments)))[: None if backward else 2]
+    names = (*NAMES, *(f"d{name}" for name in learned))[: None if backward else 2]
     return assert_all_near(names, ours, ref, naive, orders)
 
 
@@ -95,7 +96,7 @@ def results(
     **arguments: Any,
 ) -> tuple[Tensor, ...]:
     """o, lse, dq, dk, dv and gradients of float options; do and dlse are alike in every dtype."""
-    names = _floats(arguments)
+    names = learned_names(arguments)
     leaves = {name: arguments[name].detach().requires_grad_() for name in names}
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     o, lse = attention(q, k, v, *positional, return_lse=True, **{**arguments, **leaves})
@@ -108,7 +109,7 @@ def results(
     return (o.detach(), lse.detach(), *grads)
 
 
-def _floats(arguments: dict[str, Any]) -> tuple[str, ...]:
+def learned_names(arguments: dict[str, Any]) -> tuple[str, ...]:
     """Names of the differentiable arguments, in the order of DIFFERENTIABLE."""
     tensors = (name for name in DIFFERENTIABLE if arguments.get(name) is not None)
     return tuple(name for name in tensors if arguments[name].is_floating_point())

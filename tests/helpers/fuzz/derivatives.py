@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fastattn.ops.derivatives import second_order, transforms
-from fastattn.testing.compare import DIFFERENTIABLE
+from fastattn.testing.compare import learned_names
 
-from .cases import Case
+from .cases import DERIVED, Case
 
 Function = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -26,17 +26,12 @@ def derived(case: Case, function: Function, push: Function) -> Function:
 
     push: how tangents are computed.
     """
-    of_tensors = _gradients if "twice" in case.traits else _moved
-    if not case.traits & {"twice", "tangents"}:
+    if not case.traits & DERIVED:
         return function
 
     def call(*args: Any, return_lse: bool, **options: Any) -> Any:
         tensors = dict(zip("qkv", args, strict=False))
-        tensors |= {
-            name: options.pop(name)
-            for name in DIFFERENTIABLE
-            if isinstance(options.get(name), Tensor) and options[name].is_floating_point()
-        }
+        tensors |= {name: options.pop(name) for name in learned_names(options)}
 
         def of(**changed: Tensor) -> Sequence[Tensor]:
             given = tensors | changed
@@ -44,7 +39,8 @@ def derived(case: Case, function: Function, push: Function) -> Function:
             results = function(*rows, *args[3:], **given, **options, return_lse=return_lse)
             return results if return_lse else (results,)
 
-        results = of_tensors(case, of, tensors, push)
+        twice = "twice" in case.traits
+        results = _gradients(case, of, tensors) if twice else _moved(case, of, tensors, push)
         return results if return_lse else results[0]
 
     return call
@@ -104,7 +100,7 @@ def _leaf(x: Tensor) -> Tensor:
     return x if x.requires_grad else x.detach().requires_grad_()
 
 
-def _gradients(case: Case, of: Function, tensors: Tensors, push: Function) -> tuple[Tensor, ...]:
+def _gradients(case: Case, of: Function, tensors: Tensors) -> tuple[Tensor, ...]:
     """Two of the gradients of a loss that is not linear in results."""
     results = of()
     wanted = [name for name, x in tensors.items() if x.requires_grad]

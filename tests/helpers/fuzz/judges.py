@@ -24,7 +24,7 @@ from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.options import LIKE_Q
 from fastattn.testing import assert_matches_reference
 from fastattn.testing.calls import CALLS, Made
-from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near
+from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near, learned_names
 from fastattn.testing.inputs import nan_filled_empty
 from fastattn.testing.verify.scoring import assert_statistics, statistics_oracle
 from fastattn.torch_backend import additive, dropout, statistics, torch_attention
@@ -355,7 +355,7 @@ def _statistics(case: Case) -> None:
     if "forward" in case.traits or case.dtype is not torch.float32 or alike:
         return
     tensors = {"q": q, "k": k}
-    tensors |= {name: options.pop(name) for name in DIFFERENTIABLE if _is_learned(options, name)}
+    tensors |= {name: options.pop(name) for name in learned_names(options)}
 
     def ours(**given: Any) -> tuple[Tensor, ...]:
         actual = fastattn.attention_statistics(**given, **options, top=2, backend=backend)
@@ -381,10 +381,6 @@ def _statistics(case: Case) -> None:
     assert_all_near(
         names, derived(ours, case.dtype), exact, partial(derived, oracle, case.dtype), ORDERS
     )
-
-
-def _is_learned(options: dict[str, Any], name: str) -> bool:
-    return isinstance(options.get(name), Tensor) and options[name].is_floating_point()
 
 
 def _merge(case: Case) -> None:
