@@ -97,7 +97,7 @@ class CacheView(NamedTuple):
             column = positions // self.page_size
             page = self._listed(column)
             return valid & (column < self.block_table.shape[1]) & (page == self._in_pool(page))
-        return valid if self.keep_first is not None else valid & (positions < self.page_size)
+        return valid if self.window is not None else valid & (positions < self.page_size)
 
     def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Page and slot, int64 [B, T], of positions [B, T]; always within the pool.

@@ -144,8 +144,8 @@ def _ring_in_order(
     at any distance. If scores depend on distances or positions, all positions get a slot instead,
     with lost ones masked.
     """
-    assert view.keep_first is not None
     first, S = view.keep_first, view.page_size
+    assert first is not None
     lengths = view.of_batch(view.lengths)
     by_distance = options.alibi_slopes is not None or options.relative_bias is not None
     by_position = (
