@@ -114,7 +114,9 @@ def test_the_output_is_that_beside_an_lse(
         torch.testing.assert_close([x.detach() for x in of_graph], list(grads[1]))
 
 
-NARROW = {"all": {}, "window": {"window": 2}, "first": {"window": 2, "keep_first": 2}}
+# Of prefixes, a window to the right is seen.
+NEAR = {"window": (1, 1)}
+NARROW = {"all": {}, "window": NEAR, "first": {**NEAR, "keep_first": 2}}
 
 
 @pytest.mark.parametrize("near", NARROW)
