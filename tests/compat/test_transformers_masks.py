@@ -153,6 +153,7 @@ def test_a_mask_that_is_moved_keeps_its_rule_and_one_that_is_changed_is_obeyed()
         torch.testing.assert_close(o, v.transpose(1, 2))
 
 
+@torch.inference_mode()
 def test_lazy_mask_is_a_tensor_to_others():
     made = []
 

@@ -103,6 +103,15 @@ def test_positions_that_begin_no_sequence(positions):
     torch.testing.assert_close(o, hf_attention.attention_forward(*given)[0])
 
 
+def test_positions_behind_a_cache_in_a_compiled_call():
+    """`generate` makes the masks of a static cache before a compiled model."""
+    q, k, v = heads(3, 12)
+    given = layer(), q, k, v, hf_attention.attention_mask(1, 3, 12, torch.tensor(4))
+    call = torch.compile(hf_attention.attention_forward, backend="eager")
+    o, _ = call(*given, position_ids=torch.arange(4, 7)[None])
+    torch.testing.assert_close(o, hf_attention.attention_forward(*given)[0])
+
+
 def test_what_does_not_go_with_offsets_is_refused():
     q, k, v = heads(12, 12)
     mask = torch.ones(1, 12, dtype=torch.long)
