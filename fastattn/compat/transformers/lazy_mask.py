@@ -129,8 +129,8 @@ class LazyMask(Tensor):
     def entries(self) -> Tensor:
         """The mask as an ordinary tensor."""
         if self._made is None:
-            # A copy, as a rule may return an expanded view, which is not writable; and a tensor that
-            # counts its changes, which those of inference mode do not.
+            # A copy, as a rule may return an expanded view, which is not writable. Tensors of
+            # inference mode do not count their changes.
             with torch.inference_mode(False):
                 self._made = self._entries().clone(memory_format=torch.contiguous_format)
             self._version_made = self._made._version
