@@ -112,17 +112,6 @@ def test_positions_behind_a_cache_in_a_compiled_call():
     torch.testing.assert_close(o, hf_attention.attention_forward(*given)[0])
 
 
-def test_what_does_not_go_with_offsets_is_refused():
-    q, k, v = heads(12, 12)
-    mask = torch.ones(1, 12, dtype=torch.long)
-    mask[0, -1] = 0
-    with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
-        hf_attention.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)
-    with pytest.raises(ValueError, match="as many queries as keys, got 2 and 12"):
-        mask = torch.ones(1, 1, 2, 12).bool()
-        hf_attention.attention_forward(layer(), q[:, :, :2], k, v, mask, cu_seq_lens_q=OFFSETS)
-
-
 def test_compiled_model_with_offsets(device):
     """Nothing is read while it is traced: mask and offsets hold together."""
     torch._dynamo.reset()
