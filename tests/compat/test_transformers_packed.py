@@ -85,8 +85,10 @@ def test_masks_and_positions_that_no_rule_covers_are_refused(device):
     mixed = tr.Qwen3NextConfig(attn_implementation="fastattn")
     wide = torch.tensor([[1] * 4 + [2] * 4])  # with a column for a token that is to come
     torch.testing.assert_close(*(model(ids, attention_mask=x)[0] for x in (wide, wide[:, :7])))
-    with pytest.raises(ValueError, match="8 columns for 7 tokens, and position_ids start anew"):
-        model(ids, attention_mask=torch.ones(1, 8), position_ids=torch.arange(7)[None] % 4)
+    for kind in (model, decoder("gpt-oss-sinks", device)):  # its masks are made without positions
+        kind.set_attn_implementation("fastattn")
+        with pytest.raises(ValueError, match="8 columns for 7 tokens, and position_ids start anew"):
+            kind(ids, attention_mask=torch.ones(1, 8), position_ids=torch.arange(7)[None] % 4)
     with pytest.raises(ValueError, match="up to 60, and layers of linear_attention do not keep"):
         masking.create_causal_mask(mixed, torch.zeros(1, 7, 8), torch.full((1, 7), 60), None)
     model(ids, **{CACHE: cache})

@@ -136,12 +136,7 @@ def _split(
     if not is_tracing(position_ids) and int(offset) != 0:
         raise ValueError(_BEHIND_CACHE)
     n = first + T_k if mask is None else mask.shape[1]
-    if n > first + T_k:
-        raise ValueError(
-            f"attention_mask [B, T] has {n} columns for {first + T_k} tokens, and position_ids "
-            "start anew: give a column for each token (with PEFT 0.21 the generate of transformers "
-            "5.24 loses the tokens of prefix tuning)"
-        )
+    _check_columns(n, first + T_k)
     numbers = 1 + _of_keys(runs, n, offset)
     if mask is not None:
         numbers = torch.where(mask != 0, numbers + mask * (T_q + 1), 0)
@@ -153,6 +148,16 @@ _BEHIND_CACHE = (
     "position_ids start anew in a call with cached tokens, whose positions are unknown: give "
     "packed sequences in one call, with an empty cache or none"
 )
+
+
+def _check_columns(n: int, tokens: int) -> None:
+    """Raise on a mask of n columns for fewer tokens, in which sequences begin."""
+    if n > tokens:
+        raise ValueError(
+            f"attention_mask [B, T] has {n} columns for {tokens} tokens, and position_ids start "
+            "anew: give a column for each token (with PEFT 0.21 the generate of transformers 5.24 "
+            "loses the tokens of prefix tuning)"
+        )
 
 
 def _of_keys(runs: Tensor, count: int, offset: int | Tensor) -> Tensor:
@@ -215,7 +220,8 @@ def by_positions(
     mask: that of the rule, which keeps the result for layers that share it.
 
     Raises:
-        ValueError: positions start anew in a call with cached tokens.
+        ValueError: positions start anew in a call with cached tokens, or the mask was made from one
+            with more columns than tokens.
     """
     from transformers.utils.import_utils import is_tracing
 
@@ -237,8 +243,11 @@ def by_positions(
     )
     found = rule
     if runs is not None:
-        if not is_tracing(position_ids) and int(rule.query_offset) != 0:
-            raise ValueError(_BEHIND_CACHE)
+        if not is_tracing(position_ids):
+            if isinstance(mask, LazyMask):
+                _check_columns(mask.columns, T_k)
+            if int(rule.query_offset) != 0:
+                raise ValueError(_BEHIND_CACHE)
         found = rule._replace(documents=(runs, _of_keys(runs, T_k, rule.query_offset)))
     if isinstance(mask, LazyMask):
         mask.separated = position_ids, found
