@@ -408,9 +408,10 @@ class Hidden(nn.Module):
         return getattr(F, "scaled_dot_product" + "_attention")(x, x, x)
 
 
-def test_reports_follow_what_was_served(swap):
+@pytest.mark.parametrize("eager", [False, True])
+def test_reports_follow_what_was_served(swap, eager):
     model = nn.Sequential(Timm(), Hidden())
-    done = swap(model)
+    done = swap(model, eager=eager)
     model[0].double()(tokens().double())
     assert done.replaced == {} and "no call used fastattn: float64" in done.left["0"]
     model[1](tokens())
