@@ -143,7 +143,7 @@ def _slots(view: CacheView, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_slot(view: CacheView, options: Options) -> bool:
-    """Whether a ring is read as it lies: no tensor of the call has a column a position."""
+    """Whether a ring is read slot by slot: no tensor of the call has a column a position."""
     by_column = options.batch_invariant or options.attn_mask is not None
     return view.window is not None and not (by_column or options.attn_bias is not None)
 
