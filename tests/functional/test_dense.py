@@ -1,10 +1,11 @@
-"""Tensors that are not dense are refused by name; sequences of nested tensors go packed."""
+"""Tensors without values of their own are refused by name; nested sequences go packed."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 import fastattn
 from fastattn.testing import assert_within_budget
@@ -18,7 +19,7 @@ def sequences() -> list[Tensor]:
     return [torch.randn(T, 2, 8) for T in LENGTHS]
 
 
-@pytest.fixture(params=["jagged", "strided", "coo", "numpy", "list"])
+@pytest.fixture(params=["jagged", "strided", "coo", "causal", "numpy", "list"])
 def odd(request: pytest.FixtureRequest) -> tuple[Any, str]:
     """Something like q, and what a message says of it."""
     if request.param == "jagged":
@@ -28,6 +29,8 @@ def odd(request: pytest.FixtureRequest) -> tuple[Any, str]:
         return torch.nested.nested_tensor(sequences(), layout=torch.strided), "nested .* offsets"
     if request.param == "coo":
         return DENSE.to_sparse(), r"got torch\.sparse_coo: call to_dense\(\)"
+    if request.param == "causal":
+        return causal_lower_right(5, 5), "got a CausalBias: pass causal=True"
     if request.param == "numpy":
         return DENSE.numpy(), r"a torch\.Tensor, got numpy\.ndarray"
     return DENSE.tolist(), r"a torch\.Tensor, got list"
