@@ -97,7 +97,7 @@ class CacheView(NamedTuple):
             column = positions // self.page_size
             page = self._listed(column)
             return valid & (column < self.block_table.shape[1]) & (page == self._in_pool(page))
-        return valid if self.keep_first is not None else valid & (positions < self.page_size)
+        return valid if self.window is not None else valid & (positions < self.page_size)
 
     def locate(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Page and slot, int64 [B, T], of positions [B, T]; always within the pool.
@@ -201,9 +201,15 @@ class CacheView(NamedTuple):
         slots = self._readable_slots()
         if self.block_table is None:
             return self.of_batch(stored[: self.lengths.shape[0], :, :slots]).contiguous()
-        pages = self.of_batch(self.block_table)[:, : slots // self.page_size]
-        gathered = stored[self._in_pool(pages)]  # [B, pages of a row, H_k, S, width]
-        return gathered.transpose(1, 2).flatten(2, 3).contiguous()
+        pages = self._in_pool(self.of_batch(self.block_table)[:, : slots // self.page_size])
+        P, H_k, S, width = stored.shape
+        heads = torch.arange(H_k, device=pages.device)[:, None]
+        if stored.is_contiguous():  # which takes a fifth of the time
+            rows = (pages[:, None] * H_k + heads).flatten()
+            gathered = stored.view(P * H_k, S * width).index_select(0, rows)
+        else:
+            gathered = stored[pages[:, None], heads]
+        return gathered.view(len(pages), H_k, slots, width)
 
 
 def allocate_rows(

@@ -94,7 +94,8 @@ def traced_modules() -> list[tuple[Calls, type]]:
 class Running(threading.local):
     """Counts of the swapped modules whose forward runs in this thread, innermost last.
 
-    fused: whether a captured graph has computed attention since `begin_capture`.
+    fused: whether a captured graph has computed attention since `begin_capture`; refused: reason
+    that it left a call of torch's function to torch.
     captures: number of captures since. capturing: whether it began and has not ended.
     """
 
@@ -103,7 +104,7 @@ class Running(threading.local):
         # During a capture: what is to be counted once it succeeds, and whose calls these are.
         self._later: list[tuple[Calls | None, Callable[[], None]]] | None = None
         self.fused = self.capturing = False
-        self.captures = 0
+        self.captures, self.refused = 0, ""
 
     def later(self, calls: Calls | None, count: Callable[[], None]) -> bool:
         """Leave a count to the end of a capture; False where there is none."""
@@ -128,15 +129,16 @@ class Running(threading.local):
 
     def begin_capture(self, calls: Calls) -> Any:
         """Begin a forward that is to be captured; return the state for `end_capture`."""
-        outer = self._later, self.fused, self.captures, self.capturing
+        outer = self._later, self.fused, self.captures, self.capturing, self.refused
         self.begin(calls)
         self._later, self.fused, self.captures, self.capturing = [], False, 0, True
+        self.refused = ""
         return outer
 
     def end_capture(self, calls: Calls, outer: Any, *, captured: bool) -> None:
         """End the capture. A failed capture counts nothing."""
         counts = self._later or []
-        self._later, self.fused, self.captures, self.capturing = outer
+        self._later, self.fused, self.captures, self.capturing, self.refused = outer
         self.end(calls)
         for _, count in counts if captured else []:
             count()

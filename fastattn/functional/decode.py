@@ -312,26 +312,25 @@ def _view_for(q: Tensor, cache: Any) -> tuple[CacheView, int | None]:
 
 def _of_ring(view: CacheView, T_q: int, options: dict[str, Any], lost: int = 0) -> dict[str, Any]:
     """Options with a ring's window and keep_first. lost: tokens that `truncate` took away."""
-    assert view.window is not None and view.keep_first is not None
-    most = view.page_size - view.keep_first - view.window + 1 - lost
+    window, first = view.window, view.keep_first
+    assert window is not None and first is not None
+    most = view.page_size - first - window + 1 - lost
     if T_q > most:
         after = f" after truncate took {lost} tokens: append first" if lost else ""
         raise ValueError(
             f"q must have at most {most} tokens, as the ring keeps the keys of no more{after}, "
             f"got {T_q}"
         )
-    left = view.window - 1
+    left = window - 1
     if options.get("window") is not None:
         window_left, _ = checks.check_window(options["window"])
         if window_left is None or window_left > left:
             raise ValueError(
-                f"window must be within the ring's of {view.window} keys, got {options['window']}"
+                f"window must be within the ring's of {window} keys, got {options['window']}"
             )
         left = window_left
-    if options.get("keep_first", 0) not in (0, view.keep_first):
-        raise ValueError(
-            f"keep_first must be the ring's {view.keep_first}, got {options['keep_first']}"
-        )
+    if (given := options.get("keep_first", 0)) not in (0, first):
+        raise ValueError(f"keep_first must be the ring's {first}, got {given}")
     if options.get("stride") is not None:
         raise ValueError("stride is not supported with a ring, which drops keys that it shows")
-    return {**options, "window": (left, None), "keep_first": view.keep_first}
+    return {**options, "window": (left, None), "keep_first": first}

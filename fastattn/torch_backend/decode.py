@@ -30,8 +30,8 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse); uniform: length of all rows, if known to the host and without padding.
 
-    first_row: b of the first batch row. A cache with pages, codes, a ring or a batch index is
-    copied for the call.
+    first_row: b of the first batch row. A cache with pages, codes or a batch index is copied for
+    the call.
     """
     if tracing.autocasting(q.device):
         # torch's function would round q and the cache.
@@ -44,7 +44,10 @@ def attend(
     newest = None
     if view.window is None and tracing.host_knows(q) and by_rows(q, view.length_bound):
         newest = over_slots(q, options, return_lse)
-    k, v, options = in_order(view, options, counts, uniform)
+    if _by_slot(view, options):
+        k, v, options = _in_slots(view, options, counts, T_q)
+    else:
+        k, v, options = in_order(view, options, counts, uniform)
     if newest is None or options.key_lengths is None:
         return torch_backend.attention(q, k, v, options, return_lse, first_row)
     ends = options.key_lengths.tolist()
@@ -114,15 +117,13 @@ def in_order(
 
     counts: number of queries of each row that are tokens.
     """
-    if view.keep_first is not None:
+    if view.window is not None:
         return _ring_in_order(view, options, counts)
     n = view.length_bound
     if view.block_table is None:
         n = min(n, view.page_size)
     options = _over_keys(options, n)
-    plain = view.block_table is None and view.k_scale is None and view.batch_index is None
-    k, v = (view.k, view.v) if plain else view.gather_slots()
-    k, v = k[: view.batch_size, :, :n], v[: view.batch_size, :, :n]
+    k, v = _slots(view, n)
     if uniform is not None and isinstance(counts, int) and view.starts is None:
         return k, v, options._replace(query_offset=uniform - counts)
     lengths = view.of_batch(view.lengths)
@@ -134,40 +135,46 @@ def in_order(
     return k, v, options
 
 
+def _slots(view: CacheView, n: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first n slots: views of the cache, or copies of pages and codes."""
+    plain = view.block_table is None and view.k_scale is None and view.batch_index is None
+    k, v = (view.k, view.v) if plain else view.gather_slots()
+    return k[: view.batch_size, :, :n], v[: view.batch_size, :, :n]
+
+
+def _by_slot(view: CacheView, options: Options) -> bool:
+    """Whether a ring is read as it lies: no tensor of the call has a column a position."""
+    by_column = options.batch_invariant or options.attn_mask is not None
+    return view.window is not None and not (by_column or options.attn_bias is not None)
+
+
+def _in_slots(
+    view: CacheView, options: Options, counts: int | Tensor, T_q: int
+) -> tuple[Tensor, Tensor, Options]:
+    """Keys and values of a ring by slot, and options of `attention` with their positions."""
+    held, lengths = view.slot_positions(), view.of_batch(view.lengths)
+    steps = torch.arange(T_q, dtype=torch.int32, device=held.device)
+    return *_slots(view, view.page_size), options._replace(
+        q_positions=(lengths - counts).to(torch.int32)[:, None] + steps,
+        k_positions=held.clamp(min=0),
+        key_padding_mask=held >= 0,
+    )
+
+
 def _ring_in_order(
     view: CacheView, options: Options, counts: int | Tensor
 ) -> tuple[Tensor, Tensor, Options]:
-    """Put a ring in order: the pinned positions, then the latest ones.
-
-    With base the distance between the two, key j is at position j or, after the pinned ones, base +
-    j. Queries are shifted by -base, which keeps distances except to pinned keys, which are visible
-    at any distance. If scores depend on distances or positions, all positions get a slot instead,
-    with lost ones masked.
-    """
-    assert view.keep_first is not None
+    """Copy a ring by position, with those that it has lost masked."""
     first, S = view.keep_first, view.page_size
-    lengths = view.of_batch(view.lengths)
-    by_distance = options.alibi_slopes is not None or options.relative_bias is not None
-    by_position = (
-        options.batch_invariant
-        or options.mask_mod is not None
-        or options.score_mod is not None
-        or options.attn_mask is not None
-        or options.attn_bias is not None
-        or options.stride is not None
-        or (first > 0 and by_distance)
-    )
-    n = view.length_bound
+    assert first is not None
+    lengths, n = view.of_batch(view.lengths), view.length_bound
     if tracing.host_knows(lengths) and lengths.numel():
         n = int(lengths.max())
-    n = n if by_position else min(S, n)
-    base = torch.zeros_like(lengths) if by_position else (lengths - S).clamp(min=0)
-    j = torch.arange(n, device=lengths.device)
-    positions = torch.where(j < first, j, base[:, None] + j)
+    positions = torch.arange(n, device=lengths.device).expand(view.batch_size, n)
     lasting = (positions < first) | (positions >= lengths[:, None] - (S - first))
     page, slot = view.locate(positions)
     options = _over_keys(options, n)._replace(
-        key_padding_mask=lasting, key_lengths=lengths - base, query_offsets=lengths - counts - base
+        key_padding_mask=lasting, key_lengths=lengths, query_offsets=lengths - counts
     )
     k = _rows_at(view.k, view.k_scale, page, slot, view.dtype)
     v = _rows_at(view.v, view.v_scale, page, slot, view.dtype)

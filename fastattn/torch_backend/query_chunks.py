@@ -41,24 +41,26 @@ _BY_QUERY, _BY_KEY = along("T_q"), along("T_k")
 
 
 def _dim(name: str, x: Tensor | None, dims: Mapping[str, int]) -> int | None:
-    """Dim of the queries, or keys, in a field; None if it has none, or broadcasts."""
-    if x is None or name not in dims:
+    """Dim in a field, such as of the queries; None if it has none, or broadcasts."""
+    if x is None or name not in dims or x.dim() <= dims[name]:
         return None
     dim = x.dim() - 1 - dims[name]
     return None if name in BROADCAST and x.shape[dim] == 1 else dim
 
 
-def _narrowed(options: Options, dims: Mapping[str, int], part: slice) -> dict[str, Any]:
-    """Fields with these dims, of a part."""
+def _taken(
+    options: Options, dims: Mapping[str, int], take: Callable[[Tensor, int], Tensor]
+) -> dict[str, Any]:
+    """Fields with these dims, each after take(field, dim)."""
     of = {name: (getattr(options, name), _dim(name, getattr(options, name), dims)) for name in dims}
-    length = part.stop - part.start
-    return {n: x.narrow(dim, part.start, length) for n, (x, dim) in of.items() if dim is not None}
+    return {name: take(x, dim) for name, (x, dim) in of.items() if dim is not None}
 
 
 def _of_rows(options: Options, rows: slice) -> Options:
     offset, offsets = options.query_offset, options.query_offsets
     assert offset is not None, "packed calls are split before"
-    own = _narrowed(options, _BY_QUERY, rows)
+    first, count = rows.start, rows.stop - rows.start
+    own = _taken(options, _BY_QUERY, lambda x, dim: x.narrow(dim, first, count))
     if offsets is not None and options.q_positions is None:
         # Offsets are limited to 2^28, which a later chunk's offset could exceed.
         first = offsets.long().clamp(-FARTHEST, FARTHEST)[:, None]
@@ -67,21 +69,42 @@ def _of_rows(options: Options, rows: slice) -> Options:
     return options._replace(query_offset=offset + rows.start, query_offsets=None, **own)
 
 
-def of_keys(options: Options, keys: slice) -> Options:
-    """The options for a part of the keys, from 0 on or as `seen_keys` returns it."""
-    own = _narrowed(options, _BY_KEY, keys)
-    if keys.start:
-        assert options.query_offset is not None
-        own["query_offset"] = options.query_offset - keys.start
-        if options.key_lengths is not None:
-            own["key_lengths"] = options.key_lengths - keys.start
-    return options._replace(**own)
+class SeenKeys(NamedTuple):
+    """Keys that a chunk's queries may see: the first `kept`, and a later range."""
+
+    kept: int
+    range: slice
+
+    @property
+    def count(self) -> int:
+        """Number of keys."""
+        return self.kept + self.range.stop - self.range.start
+
+    def of(self, x: Tensor, dim: int = 2) -> Tensor:
+        """Rows of x; a view unless some are kept."""
+        own = x.narrow(dim, self.range.start, self.range.stop - self.range.start)
+        return torch.cat((x.narrow(dim, 0, self.kept), own), dim) if self.kept else own
+
+    def options(self, options: Options, device: torch.device) -> Options:
+        """Options of a call with these keys alone."""
+        own, start = _taken(options, _BY_KEY, self.of), self.range.start
+        lengths = options.key_lengths
+        if start and lengths is not None:
+            own["key_lengths"] = lengths.clamp(max=self.kept) + (lengths - start).clamp(min=0)
+        if self.kept or (start and options.band is None):
+            own["k_positions"] = self.of(torch.arange(self.range.stop, device=device)[None], 1)
+        elif start:
+            assert options.query_offset is not None
+            own["query_offset"] = options.query_offset - start
+        return options._replace(**own)
 
 
-def seen_keys(options: Options, T_q: int, T_k: int) -> slice:
+def seen_keys(options: Options, T_q: int, T_k: int) -> SeenKeys:
     """Keys that queries may see by numbers alone, at least one of T_k."""
-    left, right = options.band or (None, 0 if _sees_past(options) else None)
-    offset = options.query_offset
+    offset, kept = options.query_offset, min(options.keep_first, T_k)
+    left, right = options.left, 0 if _sees_past(options) else options.right
+    if options.stride is not None:
+        left, right = None, 0 if _sees_past(options) else None
     if offset is None or options.query_offsets is not None or options.q_positions is not None:
         left = right = None
     # Functions and dropout read the places of keys.
@@ -89,7 +112,9 @@ def seen_keys(options: Options, T_q: int, T_k: int) -> slice:
         left = None
     first = 0 if left is None or offset is None else min(max(0, offset - left), T_k - 1)
     end = T_k if right is None or offset is None else min(offset + T_q + right, T_k)
-    return slice(first, max(end, first + 1))
+    if first <= kept:
+        return SeenKeys(0, slice(0, max(end, kept, 1)))
+    return SeenKeys(kept, slice(first, max(end, first + 1)))
 
 
 def widened(options: Options) -> Options:
@@ -215,14 +240,9 @@ def attention_in_tiles(
     return o, lse
 
 
-def _at(options: Options, dims: dict[str, int], first: int, count: int) -> Options:
+def _at(options: Options, dims: Mapping[str, int], first: int, count: int) -> Options:
     """The options for `count` places of a dim, from `first` on, as `_rows` takes them."""
-    own: dict[str, Any] = {}
-    for name, behind in dims.items():
-        x = getattr(options, name)
-        if x is not None and x.dim() > behind:
-            own[name] = _rows(x, x.dim() - 1 - behind, first, count)
-    return options._replace(**own)
+    return options._replace(**_taken(options, dims, partial(_rows, first=first, count=count)))
 
 
 def _rows(x: Tensor, dim: int, first: int, count: int) -> Tensor:

@@ -22,7 +22,7 @@ from .. import tracing
 from ..options import Options
 from . import cpu_kernel, dropout, formula, masks
 from .derivatives import carried, gradients_by_formula
-from .query_chunks import attention_in_tiles, chunks, in_chunks, of_keys, seen_keys, widened
+from .query_chunks import attention_in_tiles, chunks, in_chunks, seen_keys, widened
 
 Results: TypeAlias = Tensor | tuple[Tensor, Tensor]
 Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options], Results]
@@ -140,7 +140,7 @@ def _step(q: Tensor, k: Tensor, options: Options, by_formula: bool) -> int:
     step = T_q if many * T_q <= _MOST else max(1, _AT_ONCE // many)
     # Keys that a chunk in the middle of many sees.
     keys = seen_keys(options._replace(query_offset=T_k), _QUERIES, 2 * T_k)
-    return min(step, _QUERIES) if 2 * (keys.stop - keys.start) <= T_k else step
+    return min(step, _QUERIES) if 2 * keys.count <= T_k else step
 
 
 def _in_chunks(
@@ -157,7 +157,7 @@ def _in_chunks(
     def attend(*inputs: Any) -> tuple[Tensor, ...]:
         q, k, v, own, first_query = inputs
         keys = seen_keys(own, q.shape[2], k.shape[2])
-        call = (q, k[:, :, keys], v[:, :, keys], of_keys(own, keys))
+        call = (q, keys.of(k), keys.of(v), keys.options(own, q.device))
         with torch.random.fork_rng(devices=(), enabled=first_query in drawn):
             if own.dropout and own.dropout_seed is None:
                 torch.set_rng_state(drawn.setdefault(first_query, torch.get_rng_state()))

@@ -103,9 +103,9 @@ class Ranks:
         )
 
     def loss(self, forward: Callable[..., Any], batch: Batch, device: torch.device) -> Tensor:
-        """Compute this rank's share of a batch's mean loss; the shares add up to it."""
-        own = self.part(batch).to(device)
-        count = {} if self.size == 1 else {"target_count": batch.num_targets}
+        """Compute this rank's share of a batch's mean loss, 0 without targets; shares add up."""
+        own, targets = self.part(batch).to(device), batch.num_targets
+        count = {} if self.size == 1 and targets else {"target_count": max(1, targets)}
         loss: Tensor = forward(*own.inputs, own.targets, **own.keywords, **count)[1]
         return loss
 

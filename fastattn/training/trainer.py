@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..checks import check_is
+from ..files.text import DataError
 from ..missing import import_extra
 from ..models.model_config import TransformerConfig
 from ..models.stack import evaluating
@@ -232,6 +233,8 @@ class Trainer:
                 targets = batch.num_targets
                 total += self.ranks.loss(self.model, batch, self.device).double() * targets
                 count += targets
+        if not count:
+            raise DataError("the validation split must have targets: documents have one token each")
         loss = float(self.ranks.total(total)) / count
         self._check_finite("validation loss", loss)
         return loss

@@ -8,11 +8,13 @@ import torch
 from calls_of_flash_attn import offsets
 from refusals import rows_of, served
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers_models import heads, layer
 
 import fastattn
 from fastattn.compat import diffusers, flex_attention, llama, xformers
 from fastattn.compat.flash_attn import passes, rotary, version_2, version_3, version_4
 from fastattn.compat.flash_mla import flash_mla_with_kvcache
+from fastattn.compat.transformers import attention_forward
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -91,6 +93,11 @@ RING, ULYSSES = (
 
 def diffused(k: Any = Q, v: Any = Q, mask: Any = None, **change: Any) -> Any:
     return diffusers.attend(Q, k, v, mask, **change)
+
+
+def layered(mask: Any = None, T_q: int = 4, B: int = 1, **change: Any) -> Any:
+    """A layer of transformers, with 4 keys."""
+    return attention_forward(layer(), *heads(T_q, 4, B), mask, **change)
 
 
 def latent(q: Any = LATENT, **change: Any) -> Any:

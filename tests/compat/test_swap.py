@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_blocks import BLOCKS, FORMS, Attend, C, Diffusers, Formed, Mixer, Timm, mixed
+from attention_forms import Drawn
 from naive_layers import Block
 from nightly import gate_cases
 from oracles import assert_by_oracle, with_gradients
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "served", "no_graphs_before")
 
+FIRST = int(os.environ.get("FASTATTN_SWAP_SEED", "0"))
 STATS = torch._dynamo.utils.counters["stats"]
 # The property test has the others.
 ALONE = ("timm", "books", "sam", "swin-v2", "x-transformers", "x-transformers-flash")
@@ -132,6 +134,22 @@ def test_forms_of_the_formula(swap, form):
         model(tokens())
     # What is served is not computed besides.
     assert sum(event.name == "aten::_softmax" for event in profile.events()) == 1
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_drawn_forms(swap, turn):
+    for seed in range(FIRST + 12 * turn, FIRST + 12 * (turn + 1)):
+        torch._dynamo.reset()
+        torch.manual_seed(seed)
+        model = Drawn(seed)
+        sys.stdout.write(f"seed {seed}: {model.text}\n")
+        plain = copy.deepcopy(model)
+        if not all(x.isfinite().all() for x in results(plain, tokens())):
+            model.blind = plain.blind = False  # torch's formula gives NaN
+        done = swap(model, eager=True)
+        assert_equal(model, plain, tokens())
+        assert total(done) == 1, str(done)
+        done.undo()
 
 
 class Mixing:
@@ -390,9 +408,10 @@ class Hidden(nn.Module):
         return getattr(F, "scaled_dot_product" + "_attention")(x, x, x)
 
 
-def test_reports_follow_what_was_served(swap):
+@pytest.mark.parametrize("eager", [False, True])
+def test_reports_follow_what_was_served(swap, eager):
     model = nn.Sequential(Timm(), Hidden())
-    done = swap(model)
+    done = swap(model, eager=eager)
     model[0].double()(tokens().double())
     assert done.replaced == {} and "no call used fastattn: float64" in done.left["0"]
     model[1](tokens())

@@ -85,8 +85,10 @@ def test_masks_and_positions_that_no_rule_covers_are_refused(device):
     mixed = tr.Qwen3NextConfig(attn_implementation="fastattn")
     wide = torch.tensor([[1] * 4 + [2] * 4])  # with a column for a token that is to come
     torch.testing.assert_close(*(model(ids, attention_mask=x)[0] for x in (wide, wide[:, :7])))
-    with pytest.raises(ValueError, match="8 columns for 7 tokens, and position_ids start anew"):
-        model(ids, attention_mask=torch.ones(1, 8), position_ids=torch.arange(7)[None] % 4)
+    for kind in (model, decoder("gpt-oss-sinks", device)):  # its masks are made without positions
+        kind.set_attn_implementation("fastattn")
+        with pytest.raises(ValueError, match="8 columns for 7 tokens, and position_ids start anew"):
+            kind(ids, attention_mask=torch.ones(1, 8), position_ids=torch.arange(7)[None] % 4)
     with pytest.raises(ValueError, match="up to 60, and layers of linear_attention do not keep"):
         masking.create_causal_mask(mixed, torch.zeros(1, 7, 8), torch.full((1, 7), 60), None)
     model(ids, **{CACHE: cache})
@@ -103,15 +105,13 @@ def test_positions_that_begin_no_sequence(positions):
     torch.testing.assert_close(o, hf_attention.attention_forward(*given)[0])
 
 
-def test_what_does_not_go_with_offsets_is_refused():
-    q, k, v = heads(12, 12)
-    mask = torch.ones(1, 12, dtype=torch.long)
-    mask[0, -1] = 0
-    with pytest.raises(ValueError, match=r"attention_mask hides tokens, and cu_seq_lens_q has"):
-        hf_attention.attention_forward(layer(), q, k, v, mask, cu_seq_lens_q=OFFSETS)
-    with pytest.raises(ValueError, match="as many queries as keys, got 2 and 12"):
-        mask = torch.ones(1, 1, 2, 12).bool()
-        hf_attention.attention_forward(layer(), q[:, :, :2], k, v, mask, cu_seq_lens_q=OFFSETS)
+def test_positions_behind_a_cache_in_a_compiled_call():
+    """`generate` makes the masks of a static cache before a compiled model."""
+    q, k, v = heads(3, 12)
+    given = layer(), q, k, v, hf_attention.attention_mask(1, 3, 12, torch.tensor(4))
+    call = torch.compile(hf_attention.attention_forward, backend="eager")
+    o, _ = call(*given, position_ids=torch.arange(4, 7)[None])
+    torch.testing.assert_close(o, hf_attention.attention_forward(*given)[0])
 
 
 def test_compiled_model_with_offsets(device):

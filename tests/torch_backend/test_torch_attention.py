@@ -114,13 +114,18 @@ def test_the_output_is_that_beside_an_lse(
         torch.testing.assert_close([x.detach() for x in of_graph], list(grads[1]))
 
 
-@pytest.mark.parametrize("window", [None, 2])
+# Of prefixes, a window to the right is seen.
+NEAR = {"window": (1, 1)}
+NARROW = {"all": {}, "window": NEAR, "first": {**NEAR, "keep_first": 2}}
+
+
+@pytest.mark.parametrize("near", NARROW)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_chunks_of_queries(name: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_queries(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are those of the whole, and no tensor holds all scores."""
     q, k, v = make_qkv(2, 4, 2, 12, D=8)
     learned = {x: y.clone().requires_grad_() for x, y in EXAMPLES[name].items() if x in LEARNED}
-    options = {"causal": True, "window": window, **EXAMPLES[name], **learned}
+    options = {"causal": True, **NARROW[near], **EXAMPLES[name], **learned}
 
     def results() -> list[Tensor]:
         o, lse = torch_attention(q, k, v, return_lse=True, **options)
@@ -173,10 +178,11 @@ def test_gradients_that_are_computed_again(name: str, device: str, monkeypatch: 
         o.sum().backward()
 
 
-def test_narrow_windows_skip_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [0, 2])
+def test_narrow_windows_skip_keys(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made, (q, k, v) = in_chunks(monkeypatch, 2**22), make_qkv(2, 4, 2, 12, D=8)
-    torch_attention(q, k, v, causal=True, window=2)
-    assert max(made) == 2 * 3  # two queries see three keys
+    torch_attention(q, k, v, causal=True, window=2, keep_first=first)
+    assert max(made) == 2 * (3 + first)  # two queries see three keys beside the first
 
 
 def test_learned_biases_have_chunks_of_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from nightly import gate_cases
 
+from fastattn.files.text import DataError
 from fastattn.models.gpt import GPT, GPTConfig
 from fastattn.training.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint
 from fastattn.training.data.text import TextDataset
@@ -209,6 +210,25 @@ def test_what_is_not_finite_ends_the_run_and_is_not_written(value, at, changes, 
     assert not re.search("nan|inf", repr(left.training))
     assert left.step == (0 if at == 1 else (at - 1) // 4 * 4)
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("apart", ["all", "a remainder"])
+def test_batches_without_targets_have_no_loss(apart, tmp_path, monkeypatch):
+    """Where each token is a document of its own."""
+    windows, trainer = TextDataset.windows, make_trainer(tmp_path)
+
+    def with_documents(self, starts, length):
+        ids, _ = windows(self, starts, length)
+        alone = apart == "all" or length <= TINY["context_length"]
+        return ids, torch.arange(length).expand_as(ids) * alone
+
+    monkeypatch.setattr(TextDataset, "windows", with_documents)
+    if apart == "all":
+        with pytest.raises(DataError, match="the validation split must have targets"):
+            trainer.run()
+        assert all(x.isfinite().all() for x in trainer.model.parameters())
+    else:
+        assert trainer.run().finished
 
 
 def test_a_folder_is_of_one_run_alone(tmp_path):

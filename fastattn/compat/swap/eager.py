@@ -112,6 +112,7 @@ def _attention_in_graph(*args: Any, **kwargs: Any) -> Tensor:
     call = Arguments.of_call(*args, **kwargs)
     served = served_attention(call)
     if isinstance(served, str):
+        running.refused = served
         return by_torch(call)
     running.fused = True
     return served
@@ -253,7 +254,7 @@ class CapturedForward:
             # Where no capture fits, the forward's calls of torch's function may still be served.
             known = not running.captures and running.serves(self._captured)
             if not running.fused and not known:
-                setattr(module, UNSERVED, why)
+                setattr(module, UNSERVED, running.refused or why)
             if running.captures:
                 self._count(module, args, kwargs, begin, "")
             return output

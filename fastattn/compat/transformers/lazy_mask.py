@@ -98,6 +98,8 @@ class LazyMask(Tensor):
     extent: tuple[int, ...]
     # The last position_ids, and the rule with the sequences that they show.
     separated: tuple[Tensor, Rule] | None
+    # Columns of the mask [B, T] that it was made from; 0: there was none.
+    columns: int
 
     @staticmethod
     def __new__(
@@ -110,7 +112,7 @@ class LazyMask(Tensor):
         on = torch.device(device)
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=on)
         mask._rule, mask._entries, mask._made, mask._version_made = rule, entries, None, 0
-        mask._hides, mask.extent, mask.separated = None, shape, None
+        mask._hides, mask.extent, mask.separated, mask.columns = None, shape, None, 0
         return mask
 
     def rule(self) -> Rule | None:
@@ -129,8 +131,10 @@ class LazyMask(Tensor):
     def entries(self) -> Tensor:
         """The mask as an ordinary tensor."""
         if self._made is None:
-            # A copy, as a rule may return an expanded view, which is not writable.
-            self._made = self._entries().contiguous()
+            # A copy, as a rule may return an expanded view, which is not writable. Tensors of
+            # inference mode do not count their changes.
+            with torch.inference_mode(False):
+                self._made = self._entries().clone(memory_format=torch.contiguous_format)
             self._version_made = self._made._version
         return self._made
 

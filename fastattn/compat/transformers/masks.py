@@ -122,7 +122,10 @@ def attention_mask(
     if isinstance(rule.documents, Tensor):
         rule = rule._replace(documents=rule.documents[:, :kv_length])
     rule = rule._replace(query_offset=q_offset - kv_offset, padding=padding)
-    return LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
+    mask = LazyMask(rule, entries, (batch_size, 1, q_length, kv_length), device)
+    if attention_mask is not None:
+        mask.columns = attention_mask.shape[1] - kv_offset
+    return mask
 
 
 def check_entries(mask: Tensor, query: Tensor, key: Tensor) -> None:

@@ -136,14 +136,8 @@ def _split(
     if not is_tracing(position_ids) and int(offset) != 0:
         raise ValueError(_BEHIND_CACHE)
     n = first + T_k if mask is None else mask.shape[1]
-    if n > first + T_k:
-        raise ValueError(
-            f"attention_mask [B, T] has {n} columns for {first + T_k} tokens, and position_ids "
-            "start anew: give a column for each token (with PEFT 0.21 the generate of transformers "
-            "5.24 loses the tokens of prefix tuning)"
-        )
-    place = torch.arange(n, device=runs.device) - offset
-    numbers = 1 + runs[:, place.clamp(0, T_q - 1)]
+    _check_columns(n, first + T_k)
+    numbers = 1 + _of_keys(runs, n, offset)
     if mask is not None:
         numbers = torch.where(mask != 0, numbers + mask * (T_q + 1), 0)
     numbers.separated = True  # type: ignore[attr-defined]
@@ -154,6 +148,25 @@ _BEHIND_CACHE = (
     "position_ids start anew in a call with cached tokens, whose positions are unknown: give "
     "packed sequences in one call, with an empty cache or none"
 )
+
+
+def _check_columns(n: int, tokens: int) -> None:
+    """Raise on a mask of n columns for fewer tokens, in which sequences begin."""
+    if n > tokens:
+        raise ValueError(
+            f"attention_mask [B, T] has {n} columns for {tokens} tokens, and position_ids start "
+            "anew: give a column for each token (with PEFT 0.21 the generate of transformers 5.24 "
+            "loses the tokens of prefix tuning)"
+        )
+
+
+def _of_keys(runs: Tensor, count: int, offset: int | Tensor) -> Tensor:
+    """Numbers [B, count] of keys, from those [B, T_q] of the queries: cached ones have the first.
+
+    offset: place of the first query among the keys.
+    """
+    place = torch.arange(count, device=runs.device) - offset
+    return runs[:, place.clamp(0, runs.shape[1] - 1)]
 
 
 def _columns(mask: Tensor, offset: int | Tensor, count: int) -> Tensor:
@@ -207,8 +220,11 @@ def by_positions(
     mask: that of the rule, which keeps the result for layers that share it.
 
     Raises:
-        ValueError: positions start anew in a call with cached tokens.
+        ValueError: positions start anew in a call with cached tokens, or the mask was made from one
+            with more columns than tokens.
     """
+    from transformers.utils.import_utils import is_tracing
+
     T_q, T_k = query.shape[2], key.shape[2]
     if position_ids is None or position_ids.dim() != 2 or T_q == 1:
         return rule
@@ -227,11 +243,12 @@ def by_positions(
     )
     found = rule
     if runs is not None:
-        if T_q != T_k and int(rule.query_offset) != 0:
-            raise ValueError(_BEHIND_CACHE)
-        # Places past the queries, of a static cache, are of no sequence.
-        keys = nn.functional.pad(runs, (0, T_k - T_q), value=-1)
-        found = rule._replace(documents=(runs, keys))
+        if not is_tracing(position_ids):
+            if isinstance(mask, LazyMask):
+                _check_columns(mask.columns, T_k)
+            if int(rule.query_offset) != 0:
+                raise ValueError(_BEHIND_CACHE)
+        found = rule._replace(documents=(runs, _of_keys(runs, T_k, rule.query_offset)))
     if isinstance(mask, LazyMask):
         mask.separated = position_ids, found
     return found

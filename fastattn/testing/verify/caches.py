@@ -142,7 +142,7 @@ def _rows(setting: Setting, **how: Any) -> KVCache:
 
 def _ring(setting: Setting, **how: Any) -> KVCache:
     D = setting.subject.head_dim
-    return KVCache(3, 2, 9, D, window=5, keep_first=2, **how)
+    return KVCache(3, 2, 9, D, **KINDS["ring-keep-first"], **how)
 
 
 def _pages(setting: Setting, **how: Any) -> PagedKVCache:
