@@ -123,34 +123,30 @@ def test_lists_of_blocks_hold() -> None:
 def test_what_is_returned() -> None:
     q, k, v = inputs()
     o, lse = flex_attention(q, k[:, :1], v[:, :1], None, None, None, True, True, {"BLOCK_M": 32})
-    actual, aux = flex_attention(
-        q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=torchs.AuxRequest(lse=True)
-    )
-    assert torch.equal(actual, o) and torch.equal(aux.lse, lse) and aux.max_scores is None
-    assert flex_attention(q, q, q, return_aux=torchs.AuxRequest())[1].lse is None
     both = torchs.AuxRequest(lse=True, max_scores=True)
-    _, aux = flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=both)
-    torch.testing.assert_close(aux.lse, lse)
+    actual, aux = flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=both)
+    torch.testing.assert_close((actual, aux.lse), (o, lse))
     torch.testing.assert_close(aux.max_scores, (q @ k[:, :1].mT * D**-0.5).amax(-1))
+    _, aux = flex_attention(q, q, q, return_aux=torchs.AuxRequest(max_scores=True))
+    assert aux.lse is None and aux.max_scores is not None
 
 
 def test_compiled_calls_take_each_mask() -> None:
-    """Also one that was used before, and numbers and lengths that vary at once."""
+    """Also one that was used before, and numbers and lengths that vary at once; from position 0."""
     q, k, v = (x.detach() for x in inputs())
     call = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
 
     def mask_of(n: int, length: int, ids: Tensor) -> torchs.BlockMask:
         mask_mod = lambda b, h, i, j: (ids[i] == ids[j]) & (j // n < 3)  # noqa: E731
-        return torchs.create_block_mask(mask_mod, None, None, length, length, "cpu", 8)
+        return torchs.create_block_mask(mask_mod, None, None, length - 3, length, "cpu", 8)
 
     for n, length in ((2, T), (5, T), (3, T - 1), (4, T - 2), (2, T)):
         mask = mask_of(n, length, torch.arange(T) // n)
-        now = [x[:, :, :length] for x in (q, k, v)]
+        now = [q[:, :, : length - 3], *(x[:, :, :length] for x in (k, v))]
         expected = torchs.flex_attention(*now, block_mask=mask, enable_gqa=True)
-        if n == 2:
-            flex_attention(*now, block_mask=mask, enable_gqa=True)
-        o = call(*now, block_mask=mask, enable_gqa=True)
-        torch.testing.assert_close(o, expected)
+        for served in (flex_attention, call) if n == 2 else (call,):
+            o = served(*now, block_mask=mask, enable_gqa=True)
+            torch.testing.assert_close(o, expected)
 
 
 def test_each_row_has_its_blocks() -> None:
@@ -160,13 +156,3 @@ def test_each_row_has_its_blocks() -> None:
     )
     expected = torchs.flex_attention(q, k, v, block_mask=mask)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), expected)
-
-
-def test_positions_count_from_the_first_query_and_key() -> None:
-    q, k, v = (x.detach() for x in inputs())
-    mask = torchs.create_block_mask(
-        lambda b, h, i, j: i + 2 >= j, None, None, 9, T, device="cpu", BLOCK_SIZE=8
-    )
-    how: dict[str, Any] = {"score_mod": SCORES["hidden"], "block_mask": mask, "enable_gqa": True}
-    expected = torchs.flex_attention(q[:, :, :9], k, v, **how)
-    torch.testing.assert_close(flex_attention(q[:, :, :9], k, v, **how), expected)
