@@ -88,13 +88,13 @@ def check_tensor(name: str, x: Any) -> Tensor:
     """Check for a dense tensor on one device, without a tangent: kernels read its memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
-    if x.is_nested:
+    check_dense(name, x)
+    # Recognised by name: an import of torch.nn.attention.bias takes a second.
+    if type(x).__name__ == "CausalBias":
         raise TypeError(
-            f"{name} must be a dense tensor, got a nested one: pass attention_varlen the values() "
-            "of a jagged tensor [N, *, H, D], and its offsets() as cu_seqlens_q"
+            f"{name} must be a tensor with values, got a CausalBias: pass causal=True, for "
+            "causal_upper_left with query_offset=0"
         )
-    if x.layout is not torch.strided:
-        raise TypeError(f"{name} must be a dense tensor, got {x.layout}: call to_dense()")
     # Recognised by its method, without an import of torch.distributed.tensor.
     if type(x) is not Tensor and hasattr(x, "to_local"):
         raise TypeError(
@@ -106,6 +106,17 @@ def check_tensor(name: str, x: Any) -> Tensor:
     if in_forward_mode():
         refuse_tangent(name, x)
     return x
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """Check that a tensor is neither nested nor sparse."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one: pass attention_varlen the values() "
+            "of a jagged tensor [N, *, H, D], and its offsets() as cu_seqlens_q"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout}: call to_dense()")
 
 
 def refuse_tangent(name: str, x: Tensor) -> None:

@@ -120,12 +120,13 @@ def _function_of(mask: BlockMask) -> Callable[..., Any]:
     """Get the mask of a `BlockMask`: its function in partial blocks, True in full ones."""
     counts = (mask.kv_num_blocks, mask.full_kv_num_blocks)
     lists = (mask.kv_indices, mask.full_kv_indices)
+    (rows, columns), visible = mask.BLOCK_SIZE, mask.mask_mod
+    blocks = -(-mask.seq_lengths[1] // columns)
     kinds: Any = sum(
-        n * _listed(count, indices)
+        n * _listed(count, indices, blocks)
         for n, count, indices in zip((1, 2), counts, lists, strict=True)
         if count is not None and indices is not None
     )
-    (rows, columns), visible = mask.BLOCK_SIZE, mask.mask_mod
     per_batch, per_head = (n > 1 for n in mask.kv_num_blocks.shape[:2])
 
     def seen(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -141,12 +142,13 @@ def _at_all_pairs(
     """A mask [B, H_q, T_q, T_k], expanded where it is constant."""
     for dim in (3, 2, 1, 0):
         function = torch.vmap(function, tuple(0 if n == dim else None for n in range(4)))
-    seen: Tensor = function(*(torch.arange(n, dtype=torch.int32, device=device) for n in sizes))
+    seen: Tensor = function(*(torch.arange(n, device=device) for n in sizes))
     return seen
 
 
-def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """Mark the blocks in the first `counts` entries of a row's list: int8, as indices."""
+def _listed(counts: Tensor, indices: Tensor, blocks: int) -> Tensor:
+    """Mark the blocks in the first `counts` entries of a row's list: int8; others are no blocks."""
     first = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    blocks = torch.zeros_like(indices).scatter_add(-1, indices.long(), first.to(indices.dtype))
-    return (blocks > 0).to(torch.int8)
+    kept = first & (indices >= 0) & (indices < blocks)
+    marks = indices.new_zeros(*indices.shape[:-1], blocks + 1, dtype=torch.int8)
+    return marks.scatter(-1, indices.where(kept, blocks).long(), 1)[..., :-1]

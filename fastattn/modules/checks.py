@@ -64,9 +64,10 @@ def refuse_others(
 
 
 def check_vectors(name: str, x: Any, width: int, length: str = "T") -> None:
-    """Check for floats [B, T, width]; any kind of tensor that `torch.nn.Linear` takes."""
+    """Check for floats [B, T, width], dense, of any class that `torch.nn.Linear` takes."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"{name} must be a float tensor, got {checks.kind(x)}")
+    checks.check_dense(name, x)
     if x.dim() != 3 or x.shape[-1] != width:
         dim = "embed_dim" if length == "T" else "memory_dim"
         raise checks.wrong_shape(name, x, f"B {length} {dim}", {dim: width})

@@ -290,8 +290,9 @@ class _Attention(torch.autograd.Function):
             return (None, None, *differentiable_mod_gradients(inputs, needs, do, dlse))
         by: Kernels = ctx.by
         # torch's legacy vmap (is_grads_batched=True) calls an op once for each gradient; a mode
-        # entered after the forward, such as torch's flop counter, sees only ops.
-        if _batched(do) or _batched(dlse) or is_in_torch_dispatch_mode():
+        # entered after the forward, such as torch's flop counter, and compiled autograd see ops.
+        seen = is_in_torch_dispatch_mode() or torch.compiler.is_compiling()
+        if seen or _batched(do) or _batched(dlse):
             by = by.seen()
         of_mods = mod_gradients(by, inputs, needs[count:], do, dlse) if any(needs[count:]) else []
         if of_mods and not any(needed):

@@ -40,9 +40,15 @@ def gradients_with_graph(
     Returns:
         One per input; None if not needed, or if the result does not depend on it.
     """
-    # Use a view of each input: otherwise, if an input depends on another, its contribution would be
-    # counted here and again in the outer graph.
-    seen = [None if x is None else x.view_as(x) for x in inputs]
+
+    def alone(x: Tensor) -> Tensor:
+        # If an input depends on another, its contribution would be counted here and again in the
+        # outer graph. Compiled autograd loses the gradients of views of what it saved.
+        if create_graph or not torch.compiler.is_compiling():
+            return x.view_as(x)
+        return x.detach().requires_grad_(x.requires_grad)
+
+    seen = [None if x is None else alone(x) for x in inputs]
     wanted = [x for x, need in zip(seen, needed, strict=True) if need and x is not None]
     if not all(x.requires_grad for x in wanted):
         return _by_transform(function, seen, needed, gradients)

@@ -101,13 +101,12 @@ def test_keys_of_one_row_and_masks_of_other_sizes() -> None:
 
 
 def test_lists_of_blocks_hold() -> None:
-    """Partial blocks apply the function as well, full blocks do not."""
+    """Partial blocks apply the function as well, full blocks do not; others are not read."""
     q, k, v = inputs()
-    counts, lists = torch.tensor([[[1, 1, 1]]]), torch.tensor([[[[0, 1, 2], [2, 0, 1], [1, 0, 0]]]])
-    full_counts, full_lists = torch.tensor([[[0, 1, 1]]]), lists.flip(-1)
-    mask = torchs.BlockMask.from_kv_blocks(
-        counts.int(), lists.int(), full_counts.int(), full_lists.int(), 8
-    )
+    counts, lists = torch.tensor([[[1, 1, 1]]]), torch.tensor([[[[0, -1], [2, 3], [1, -1]]]])
+    full_counts, full_lists = torch.tensor([[[0, 1, 1]]]), torch.tensor([[[[5], [1], [0]]]])
+    blocks = (x.int() for x in (counts, lists, full_counts, full_lists))
+    mask = torchs.BlockMask.from_kv_blocks(*blocks, 8, None, (T, T), compute_q_blocks=False)
     for hidden in (3, 4):
         mask.mask_mod = lambda b, h, i, j, hidden=hidden: j != hidden  # also once it was used
         seen = torch.zeros(3, 8, 3, 8, dtype=torch.bool)
@@ -124,34 +123,30 @@ def test_lists_of_blocks_hold() -> None:
 def test_what_is_returned() -> None:
     q, k, v = inputs()
     o, lse = flex_attention(q, k[:, :1], v[:, :1], None, None, None, True, True, {"BLOCK_M": 32})
-    actual, aux = flex_attention(
-        q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=torchs.AuxRequest(lse=True)
-    )
-    assert torch.equal(actual, o) and torch.equal(aux.lse, lse) and aux.max_scores is None
-    assert flex_attention(q, q, q, return_aux=torchs.AuxRequest())[1].lse is None
     both = torchs.AuxRequest(lse=True, max_scores=True)
-    _, aux = flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=both)
-    torch.testing.assert_close(aux.lse, lse)
+    actual, aux = flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True, return_aux=both)
+    torch.testing.assert_close((actual, aux.lse), (o, lse))
     torch.testing.assert_close(aux.max_scores, (q @ k[:, :1].mT * D**-0.5).amax(-1))
+    _, aux = flex_attention(q, q, q, return_aux=torchs.AuxRequest(max_scores=True))
+    assert aux.lse is None and aux.max_scores is not None
 
 
 def test_compiled_calls_take_each_mask() -> None:
-    """Also one that was used before."""
+    """Also one that was used before, and numbers and lengths that vary at once; from position 0."""
     q, k, v = (x.detach() for x in inputs())
     call = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
-    for n in (2, 5, 2):
-        ids = torch.arange(T) // n
-        mask = torchs.create_block_mask(
-            lambda b, h, i, j, ids=ids: ids[i] == ids[j],
-            *(None, None, T, T),
-            device="cpu",
-            BLOCK_SIZE=8,
-        )
-        expected = torchs.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-        if n == 2:
-            flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-        o = call(q, k, v, block_mask=mask, enable_gqa=True)
-        torch.testing.assert_close(o, expected)
+
+    def mask_of(n: int, length: int, ids: Tensor) -> torchs.BlockMask:
+        mask_mod = lambda b, h, i, j: (ids[i] == ids[j]) & (j // n < 3)  # noqa: E731
+        return torchs.create_block_mask(mask_mod, None, None, length - 3, length, "cpu", 8)
+
+    for n, length in ((2, T), (5, T), (3, T - 1), (4, T - 2), (2, T)):
+        mask = mask_of(n, length, torch.arange(T) // n)
+        now = [q[:, :, : length - 3], *(x[:, :, :length] for x in (k, v))]
+        expected = torchs.flex_attention(*now, block_mask=mask, enable_gqa=True)
+        for served in (flex_attention, call) if n == 2 else (call,):
+            o = served(*now, block_mask=mask, enable_gqa=True)
+            torch.testing.assert_close(o, expected)
 
 
 def test_each_row_has_its_blocks() -> None:
@@ -161,13 +156,3 @@ def test_each_row_has_its_blocks() -> None:
     )
     expected = torchs.flex_attention(q, k, v, block_mask=mask)
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), expected)
-
-
-def test_positions_count_from_the_first_query_and_key() -> None:
-    q, k, v = (x.detach() for x in inputs())
-    mask = torchs.create_block_mask(
-        lambda b, h, i, j: i + 2 >= j, None, None, 9, T, device="cpu", BLOCK_SIZE=8
-    )
-    how: dict[str, Any] = {"score_mod": SCORES["hidden"], "block_mask": mask, "enable_gqa": True}
-    expected = torchs.flex_attention(q[:, :, :9], k, v, **how)
-    torch.testing.assert_close(flex_attention(q[:, :, :9], k, v, **how), expected)

@@ -154,6 +154,25 @@ def test_what_torch_traces_and_maps(name: str, backend: str) -> None:
             assert torch.allclose(x, y, rtol=1e-4, atol=1e-5), way
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_compiled_autograd(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch traces the backward of eager calls, and loses gradients of views of what they saved."""
+    torch._dynamo.reset()
+    # Its code allocates by torch's own function, which the tests replace.
+    monkeypatch.setattr(torch, "empty_strided", torch._C._VariableFunctions.empty_strided)
+    made = draws()
+    q, k, v, u = leaves = [made(1, 2, 5, 8, grad=True) for _ in range(4)]
+
+    def gradients() -> tuple[Tensor, ...]:
+        o = fastattn.attention(q, k, v, causal=True, backend=backend)
+        o = o + fastattn.additive_attention(q, k, v, u[0, :, 0])
+        return torch.autograd.grad(o.sin().sum(), leaves)
+
+    expected = gradients()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        torch.testing.assert_close(gradients(), expected)
+
+
 def attended(x: Tensor) -> Tensor:
     return fastattn.attention(x, x.detach(), x.detach(), backend="triton").sum()
 

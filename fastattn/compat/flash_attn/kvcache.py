@@ -137,7 +137,10 @@ def view_of(cache: Cache, B: int, new: int) -> CacheView:
         seqlens = _of_rows("cache_seqlens", seqlens, B, k)
         longest = int(seqlens.max()) if tracing.host_knows(seqlens) and B else 0
     if longest + new > room:
-        raise RuntimeError(f"cache_seqlens={longest} and {new} new tokens exceed {room} places")
+        of = "k_cache" if cache.block_table is None else "block_table"
+        raise RuntimeError(
+            f"cache_seqlens={longest} and {new} new tokens exceed {room} places of {of}"
+        )
     if isinstance(seqlens, int):
         seqlens = k.new_full((B,), seqlens, dtype=torch.int32)
     view = view_of_tensors(k, v, seqlens, block_table=table, starts=starts)
