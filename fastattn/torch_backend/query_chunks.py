@@ -70,29 +70,29 @@ def _of_rows(options: Options, rows: slice) -> Options:
 
 
 class SeenKeys(NamedTuple):
-    """Keys that a chunk's queries may see: the first `kept`, and a later range."""
+    """Keys that a chunk's queries may see: the first `kept`, and later ones."""
 
     kept: int
-    range: slice
+    near: slice
 
     @property
-    def count(self) -> int:
+    def number(self) -> int:
         """Number of keys."""
-        return self.kept + self.range.stop - self.range.start
+        return self.kept + self.near.stop - self.near.start
 
     def of(self, x: Tensor, dim: int = 2) -> Tensor:
         """Rows of x; a view unless some are kept."""
-        own = x.narrow(dim, self.range.start, self.range.stop - self.range.start)
+        own = x.narrow(dim, self.near.start, self.near.stop - self.near.start)
         return torch.cat((x.narrow(dim, 0, self.kept), own), dim) if self.kept else own
 
     def options(self, options: Options, device: torch.device) -> Options:
         """Options of a call with these keys alone."""
-        own, start = _taken(options, _BY_KEY, self.of), self.range.start
+        own, start = _taken(options, _BY_KEY, self.of), self.near.start
         lengths = options.key_lengths
         if start and lengths is not None:
             own["key_lengths"] = lengths.clamp(max=self.kept) + (lengths - start).clamp(min=0)
         if self.kept or (start and options.band is None):
-            own["k_positions"] = self.of(torch.arange(self.range.stop, device=device)[None], 1)
+            own["k_positions"] = self.of(torch.arange(self.near.stop, device=device)[None], 1)
         elif start:
             assert options.query_offset is not None
             own["query_offset"] = options.query_offset - start

@@ -140,7 +140,7 @@ def _step(q: Tensor, k: Tensor, options: Options, by_formula: bool) -> int:
     step = T_q if many * T_q <= _MOST else max(1, _AT_ONCE // many)
     # Keys that a chunk in the middle of many sees.
     keys = seen_keys(options._replace(query_offset=T_k), _QUERIES, 2 * T_k)
-    return min(step, _QUERIES) if 2 * keys.count <= T_k else step
+    return min(step, _QUERIES) if 2 * keys.number <= T_k else step
 
 
 def _in_chunks(

@@ -61,6 +61,10 @@ class SelfMade(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         scores = q @ k.mT * (-0.3 if self.kind == "negative" else 0.3)
+        if self.kind == "keys":
+            scores = scores * torch.arange(1.0, x.shape[1] + 1)
+        if self.kind == "lowered":
+            scores = scores - scores.amax(-2, keepdim=True)
         if self.kind == "softcap":
             scores = 2 * torch.tanh(scores / 2)
         ahead = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
@@ -96,6 +100,8 @@ class SelfMade(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "why"),
     {
+        "keys": "scores are multiplied by a tensor, another for each key",
+        "lowered": "scores have other uses than their softmax",
         "softcap": "scores are changed by tanh",
         "fill": "scores are filled with -10000.0, and not with -inf",
         "other-dim": "along another dim than that of the softmax",
@@ -138,7 +144,7 @@ def test_forms_of_the_formula(swap, form):
 
 @pytest.mark.parametrize("turn", range(4))
 def test_drawn_forms(swap, turn):
-    for seed in range(FIRST + 12 * turn, FIRST + 12 * (turn + 1)):
+    for seed in range(FIRST + 20 * turn, FIRST + 20 * (turn + 1)):
         torch._dynamo.reset()
         torch.manual_seed(seed)
         model = Drawn(seed)

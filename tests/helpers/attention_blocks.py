@@ -296,17 +296,10 @@ def _billion(s: Tensor) -> Tensor:
     return s.new_full(size=(), fill_value=1e9, dtype=torch.float64).to(dtype=s.dtype)
 
 
-LAST = "bijh,bhjd->bhid"
 # Of q, k, v, their scores, and what is hidden, which is a whole row too.
 FORMS: dict[str, Callable[..., Tensor]] = {
-    "zero": lambda q, k, v, s, m: s.masked_fill(m, -math.inf).softmax(-1).masked_fill(m, 0) @ v,
-    "times": lambda q, k, v, s, m: (s.masked_fill(m, -1e9).softmax(-1) * ~m) @ v,
     "nan": lambda q, k, v, s, m: _viewed(_by_name(s.masked_fill(m, -math.inf)) @ v),
-    "where": lambda q, k, v, s, m: torch.where(~m, s, torch.tensor(-1e9).to(s)).softmax(-1) @ v,
     "less": lambda q, k, v, s, m: (s - m * _billion(s)).softmax(-1) @ v,
-    "permuted": lambda q, k, v, s, m: _viewed(v.mT @ s.softmax(-1).permute(0, 1, 3, 2)).mT,
-    "keys-first": lambda q, k, v, s, m: (v.mT @ (k @ q.mT).masked_fill(m.mT, -1e9).softmax(-2)).mT,
-    "heads-last": lambda q, k, v, s, m: torch.einsum(LAST, s.permute(0, 2, 3, 1).softmax(2), v),
     "dots": lambda q, k, v, s, m: torch.einsum("...id,...jd->...ij", [q, k]).softmax(-1) @ v,
     "no-grad": lambda q, k, v, s, m: s.masked_fill(_no_grad_mask(m), -1e9).softmax(-1) @ v,
     "five": lambda q, k, v, s, m: ((q[:, None] @ k[:, None].mT - 1.0 * m).softmax(-1) @ v[:, None])[

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 # Indices of the dims of plain scores, and of what is added to them.
 PLAIN = "bhij"
 DIMS = {"ahead": "ij", "padding": "j", "bias": "hij", "factor": "hij"}
-# Lines of each step: x are scores s or weights w, j is their dim of keys, y something as x lies.
+# Lines of each step: x are scores s or weights w, j is their dim of keys, y a mask, bias or number.
 LINES = {
     "cast": ("{x} = {x}.contiguous()", "{x} = {x}.to(v.dtype)", "{x} = {x}.type_as(q)"),
     "moved": ("{x} = {x}.permute({dims})", "{x} = torch.permute({x}, dims={dims})"),
@@ -57,12 +57,14 @@ PRODUCTS = {
         "torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(*q.shape[:2], *ahead.shape)",
     ),
     "bhji": ("k @ q.mT", "torch.matmul(k, q.swapaxes(2, 3))"),
+    "hbij": ("q.transpose(0, 1) @ k.permute(1, 0, 3, 2)",),
     "bijh": (),
     "ijbh": (),
 }  # fmt: skip
 OUTPUTS = {
     PLAIN: ("w @ v", "torch.matmul(w, v)"),
     "bhji": ("(v.mT @ w).mT", "w.mT @ v"),
+    "hbij": ("(w @ v.transpose(0, 1)).transpose(0, 1)",),
 }
 
 
@@ -72,21 +74,24 @@ class Drawing:
     def __init__(self, seed: int) -> None:
         self.dice, self.lines, self.x = random.Random(seed), list[str](), "s"
         self.hides: list[str] = []
-        self.order = order = self.dice.choice(list(PRODUCTS))
+        self.order = order = self.dice.choice([PLAIN, PLAIN, *PRODUCTS])
         by_letters = f"'bhid,bhjd->{order}', q, k", f"'bhjd,bhid->{order}', k, q"
         texts = *PRODUCTS[order], *(f"torch.einsum({x})" for x in by_letters)
         self.lines.append(f"s = {self.dice.choice(texts)}")
         # Scores that were viewed keep their order; a factor comes before what is added.
         self.fixed = "bmm" in self.lines[0]
-        self.steps(self.scaled, self.cast)
-        self.steps(self.biased, self.hidden, self.hidden, self.moved, self.cast, self.lowered)
+        self.steps(self.moved, self.scaled, self.cast)
+        added = self.biased, *[self.hidden] * 3, self.lowered
+        self.steps(*added, self.moved, lambda: self.line("scaled", y=0.5))
         self.line("softmax")
         self.x = "w"
-        self.steps(self.zeroed)
-        self.steps(self.moved, self.cast, lambda: self.line("dropped"))
+        self.zeroed()
+        self.steps(self.moved, self.moved, self.cast, lambda: self.line("dropped"))
         order = self.order
-        by_letters = f"'{order},bhjd->bhid', w, v", f"'bhjd,{order}->bhid', v, w"
-        texts = *OUTPUTS.get(order, ()), *(f"torch.einsum({x})" for x in by_letters)
+        texts = (
+            *OUTPUTS.get(order, ()), f"torch.einsum('{order},bhjd->bhid', w, v)",
+            f"torch.einsum('bhjd,{order}->ibhd', v, w).permute(1, 2, 0, 3)",
+        )  # fmt: skip
         self.lines.append(f"return {self.dice.choice(texts)}")
 
     def steps(self, *steps: Callable[[], None]) -> None:
@@ -99,7 +104,7 @@ class Drawing:
         self.lines.append(self.dice.choice(LINES[name]).format(**fields))
 
     def laid(self, name: str) -> str:
-        """A mask, bias or factor, as the scores lie."""
+        """A mask, bias or factor, in the order of the scores."""
         if self.order == PLAIN:
             return name
         leading = ", ".join(["None"] * (4 - len(DIMS[name])))
@@ -115,9 +120,10 @@ class Drawing:
         if turned:
             dims = list(range(4))
             dims[a], dims[b] = b, a
-        if not self.fixed:
+        if not self.fixed and self.dice.random() < 0.5:
             where = {"a": self.dice.choice((a, a - 4)), "b": self.dice.choice((b, b - 4))}
-            self.line("turned" if turned else "moved", dims=tuple(dims), **where)
+            named = tuple(self.dice.choice((x, x - 4)) for x in dims)
+            self.line("turned" if turned else "moved", dims=named, **where)
             self.order = "".join(self.order[i] for i in dims)
 
     def scaled(self) -> None:
@@ -134,15 +140,17 @@ class Drawing:
             self.line("less", y=self.laid(mask))
         else:
             self.line("hidden", y=self.laid(mask), low=low)
-            self.hides += [mask] if self.order == PLAIN else []
+            self.hides.append(mask if self.order == PLAIN else "")
 
     def lowered(self) -> None:
         self.line("lowered")
 
     def zeroed(self) -> None:
-        # Not by masks that were moved: swap says that these are others.
-        if self.hides and self.order == PLAIN and self.dice.random() < 0.7:
-            self.line("zeroed", y=self.dice.choice(self.hides))
+        if self.dice.random() < 0.2:
+            return
+        # By the one mask, not moved: swap says of all else that it is another.
+        if len(self.hides) == 1 and self.order == PLAIN and self.hides[0]:
+            self.line("zeroed", y=self.hides[0])
         else:
             self.line("numbers")
 

@@ -178,10 +178,11 @@ def _is_maximum(x: Any, scores: Any, match: Match) -> bool:
         if operation(x) in ("amax", "max"):
             keys = argument(x, 1, "dim")
             kept = argument(x, 2, "keepdim", False) is True
-            if x.args[0] is not scores or not is_number(keys) or not kept:
+            fits = x.args[0] is scores and is_number(keys) and kept
+            if not fits or keys % value(scores).dim() != match.keys:
                 return False
             match.extra += extra
-            return bool(keys % value(scores).dim() == match.keys)
+            return True
         x = x.args[0]
     return False
 
