@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_blocks import BLOCKS, FORMS, Attend, C, Diffusers, Formed, Mixer, Timm, mixed
-from attention_forms import Drawn
 from naive_layers import Block
 from nightly import gate_cases
 from oracles import assert_by_oracle, with_gradients
@@ -28,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread", "served", "no_graphs_before")
 
-FIRST = int(os.environ.get("FASTATTN_SWAP_SEED", "0"))
 STATS = torch._dynamo.utils.counters["stats"]
 # The property test has the others.
 ALONE = ("timm", "books", "sam", "swin-v2", "x-transformers", "x-transformers-flash")
@@ -126,36 +124,6 @@ def test_what_is_no_attention_runs_as_it_is(swap, kind, why):
     assert done.replaced == {}
     assert why in str(done)
     assert (done.calls[""].served, done.calls[""].passed) == (0, 1)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_the_formula(swap, form):
-    model = Formed(FORMS[form])
-    plain = copy.deepcopy(model)
-    done = swap(model, eager=True)
-    assert_equal(model, plain, tokens())
-    assert total(done) == 1, str(done)
-    model(tokens())  # captured without gradients, too
-    with torch.profiler.profile() as profile:
-        model(tokens())
-    # What is served is not computed besides.
-    assert sum(event.name == "aten::_softmax" for event in profile.events()) == 1
-
-
-@pytest.mark.parametrize("turn", range(4))
-def test_drawn_forms(swap, turn):
-    for seed in range(FIRST + 20 * turn, FIRST + 20 * (turn + 1)):
-        torch._dynamo.reset()
-        torch.manual_seed(seed)
-        model = Drawn(seed)
-        sys.stdout.write(f"seed {seed}: {model.text}\n")
-        plain = copy.deepcopy(model)
-        if not all(x.isfinite().all() for x in results(plain, tokens())):
-            model.blind = plain.blind = False  # torch's formula gives NaN
-        done = swap(model, eager=True)
-        assert_equal(model, plain, tokens())
-        assert total(done) == 1, str(done)
-        done.undo()
 
 
 class Mixing:

@@ -15,6 +15,7 @@ DIMS = {"ahead": "ij", "padding": "j", "bias": "hij", "factor": "hij"}
 # Lines of each step: x are scores s or weights w, j is their dim of keys, y a mask, bias or number.
 LINES = {
     "cast": ("{x} = {x}.contiguous()", "{x} = {x}.to(v.dtype)", "{x} = {x}.type_as(q)"),
+    "mT": ("{x} = {x}.mT", "{x} = {x}.transpose(-1, -2)"),
     "moved": ("{x} = {x}.permute({dims})", "{x} = torch.permute({x}, dims={dims})"),
     "turned": ("{x} = {x}.transpose({a}, {b})", "{x} = torch.swapaxes({x}, {a}, {b})"),
     "scaled": (
@@ -114,16 +115,17 @@ class Drawing:
         self.line("cast")
 
     def moved(self) -> None:
-        dims = self.dice.sample(range(4), 4)
+        how, dims = self.dice.choice(("mT", "turned", "moved")), [0, 1, 3, 2]
         a, b = self.dice.sample(range(4), 2)
-        turned = self.dice.random() < 0.5
-        if turned:
+        if how == "turned":
             dims = list(range(4))
             dims[a], dims[b] = b, a
+        elif how == "moved":
+            self.dice.shuffle(dims)
         if not self.fixed and self.dice.random() < 0.5:
             where = {"a": self.dice.choice((a, a - 4)), "b": self.dice.choice((b, b - 4))}
             named = tuple(self.dice.choice((x, x - 4)) for x in dims)
-            self.line("turned" if turned else "moved", dims=named, **where)
+            self.line(how, dims=named, **where)
             self.order = "".join(self.order[i] for i in dims)
 
     def scaled(self) -> None:
