@@ -24,6 +24,7 @@ _FUNCTIONS: dict[Any, str] = {
                      "swapaxes", "swapdims", "unsqueeze", "eq", "ne", "lt", "gt", "le", "ge")
     },
     **{getattr(operator, name): name for name in ("getitem", "eq", "ne", "lt", "gt", "le", "ge")},
+    **{torch.ops.aten.mT: "mT", torch.ops.aten.numpy_T: "T"},
     **{operator.imul: "mul_", operator.itruediv: "div_", operator.iadd: "add_"},
     **{operator.isub: "sub_", operator.invert: "bitwise_not"},
 }  # fmt: skip
@@ -90,10 +91,11 @@ def same_shape(x: Any, node: fx.Node) -> bool:
 
 def order_of(node: fx.Node) -> list[int] | None:
     """Dims of the operand of a transposition in the order of the result; None for other nodes."""
-    name, rank = operation(node), value(node).dim()
+    name: Any = node.args[1] if node.target is getattr else operation(node)
+    rank = value(node).dim()
     order = list(range(rank))
-    if node.target is getattr and node.args[1] in ("mT", "T") and rank > 1:
-        return order[::-1] if node.args[1] == "T" else [*order[:-2], rank - 1, rank - 2]
+    if name in ("mT", "T") and rank > 1:
+        return order[::-1] if name == "T" else [*order[:-2], rank - 1, rank - 2]
     if name == "t" and rank == 2:
         return [1, 0]
     if name in _SWAPS and len(node.args) == 3:
