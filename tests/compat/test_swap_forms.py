@@ -23,7 +23,7 @@ def test_forms_of_the_formula(swap, form):
     assert_equal(model, plain, tokens())
     assert total(done) == 1, str(done)
     model(tokens())  # captured without gradients, too
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         model(tokens())
     # What is served is not computed besides.
     assert sum(event.name == "aten::_softmax" for event in profile.events()) == 1
