@@ -306,3 +306,16 @@ def test_one_graph_serves_every_length(name: str) -> None:
     for T in (9, 16, 20):
         compiled(torch.randn(2, 4, T, 8), torch.zeros(2, 1, T, 3, dtype=torch.int32))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_autocast_rounds_nothing_inside(records: bool) -> None:
+    """In 16 bits torch's function runs in fp32, and its gradients are those of that."""
+    q, k, v = (x.detach().requires_grad_(records) for x in make_qkv(1, 2, 1, 5, D=8))
+    expected = torch_attention(*(x.half() for x in (q, k, v)))
+    with torch.autocast("cpu", torch.float16):
+        o = torch_attention(q, k, v)
+    assert o.dtype == torch.float16 and torch.equal(o, expected)
+    if records:
+        (dq,) = torch.autograd.grad(o.float().sin().sum(), q, create_graph=True)
+        assert torch.autograd.grad(dq.sum(), k)[0].isfinite().all()
