@@ -89,14 +89,15 @@ def check_tensor(name: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(x)}")
     check_dense(name, x)
+    subclass = type(x) is not Tensor
     # Recognised by name: an import of torch.nn.attention.bias takes a second.
-    if type(x).__name__ == "CausalBias":
+    if subclass and type(x).__name__ == "CausalBias":
         raise TypeError(
             f"{name} must be a tensor with values, got a CausalBias: pass causal=True, for "
             "causal_upper_left with query_offset=0"
         )
     # Recognised by its method, without an import of torch.distributed.tensor.
-    if type(x) is not Tensor and hasattr(x, "to_local"):
+    if subclass and hasattr(x, "to_local"):
         raise TypeError(
             f"{name} must be a tensor of one device, got a {type(x).__name__}: only "
             "fastattn.attention and decode_attention take DTensors, if q, k and v are DTensors "

@@ -1,14 +1,17 @@
 """State of torch around a call: traces, symbolic sizes, transforms, autocast, CUDA graphs."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +109,21 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     kind = device.type
     available = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if available and torch.is_autocast_enabled(kind) else None
+
+
+def without_autocast(
+    function: Callable[Concatenate[Tensor, _P], _R],
+) -> Callable[Concatenate[Tensor, _P], _R]:
+    """Run a function outside of torch.autocast, which would compute fp32 products in its dtype."""
+
+    @wraps(function)
+    def outside(q: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not autocasting(q.device):
+            return function(q, *args, **kwargs)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args, **kwargs)
+
+    return outside
 
 
 def decided(condition: bool | torch.SymBool) -> bool:

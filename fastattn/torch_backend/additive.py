@@ -12,6 +12,7 @@ from .query_chunks import chunks, in_chunks
 _HIDDEN = 2**24
 
 
+@tracing.without_autocast
 def attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -26,9 +27,6 @@ def attention(
         u: [H_q, D].
         options: only masks are used.
     """
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return attention(q, k, v, u, options)
     B, H_q, _, D = q.shape
     T_k = v.shape[2]
     dtype = q.dtype

@@ -18,6 +18,7 @@ from . import cpu_kernel
 from . import torch_attention as torch_backend
 
 
+@tracing.without_autocast
 def attend(
     q: Tensor,
     view: CacheView,
@@ -33,21 +34,15 @@ def attend(
     first_row: b of the first batch row. A cache with pages, codes or a batch index is copied for
     the call.
     """
-    if tracing.autocasting(q.device):
-        # torch's function would round q and the cache.
-        with torch.autocast(q.device.type, enabled=False):
-            return attend(
-                q, view, new_lengths, options, uniform, return_lse=return_lse, first_row=first_row
-            )
     T_q = q.shape[2]
     counts = T_q if new_lengths is None else new_lengths.clamp(0, T_q)
     newest = None
     if view.window is None and tracing.host_knows(q) and by_rows(q, view.length_bound):
         newest = over_slots(q, options, return_lse)
-    if _by_slot(view, options):
-        k, v, options = _in_slots(view, options, counts, T_q)
-    else:
+    if view.window is None:
         k, v, options = in_order(view, options, counts, uniform)
+    else:
+        k, v, options = _of_ring(view, options, counts, T_q)
     if newest is None or options.key_lengths is None:
         return torch_backend.attention(q, k, v, options, return_lse, first_row)
     ends = options.key_lengths.tolist()
@@ -113,12 +108,10 @@ def _over_slots(
 def in_order(
     view: CacheView, options: Options, counts: int | Tensor, uniform: int | None
 ) -> tuple[Tensor, Tensor, Options]:
-    """Keys and values by position, and options of `attention` for them.
+    """Keys and values by position, of what is no ring, and options of `attention` for them.
 
     counts: number of queries of each row that are tokens.
     """
-    if view.window is not None:
-        return _ring_in_order(view, options, counts)
     n = view.length_bound
     if view.block_table is None:
         n = min(n, view.page_size)
@@ -142,32 +135,25 @@ def _slots(view: CacheView, n: int) -> tuple[Tensor, Tensor]:
     return k[: view.batch_size, :, :n], v[: view.batch_size, :, :n]
 
 
-def _by_slot(view: CacheView, options: Options) -> bool:
-    """Whether a ring is read slot by slot: no tensor of the call has a column a position."""
-    by_column = options.batch_invariant or options.attn_mask is not None
-    return view.window is not None and not (by_column or options.attn_bias is not None)
-
-
-def _in_slots(
+def _of_ring(
     view: CacheView, options: Options, counts: int | Tensor, T_q: int
 ) -> tuple[Tensor, Tensor, Options]:
-    """Keys and values of a ring by slot, and options of `attention` with their positions."""
-    held, lengths = view.slot_positions(), view.of_batch(view.lengths)
-    steps = torch.arange(T_q, dtype=torch.int32, device=held.device)
-    return *_slots(view, view.page_size), options._replace(
-        q_positions=(lengths - counts).to(torch.int32)[:, None] + steps,
-        k_positions=held.clamp(min=0),
-        key_padding_mask=held >= 0,
-    )
+    """Keys and values of a ring by slot, and options of `attention` with their positions.
 
-
-def _ring_in_order(
-    view: CacheView, options: Options, counts: int | Tensor
-) -> tuple[Tensor, Tensor, Options]:
-    """Copy a ring by position, with those that it has lost masked."""
-    first, S = view.keep_first, view.page_size
+    Copied by position, with those that it has lost masked, for tensors with a column a position.
+    """
+    lengths = view.of_batch(view.lengths)
+    by_position = options.batch_invariant or options.attn_mask is not None
+    if not by_position and options.attn_bias is None:
+        held, steps = view.slot_positions(), torch.arange(T_q, device=lengths.device)
+        options = options._replace(
+            q_positions=((lengths - counts)[:, None] + steps).to(torch.int32),
+            k_positions=held.clamp(min=0),
+            key_padding_mask=held >= 0,
+        )
+        return *_slots(view, view.page_size), options
+    first, S, n = view.keep_first, view.page_size, view.length_bound
     assert first is not None
-    lengths, n = view.of_batch(view.lengths), view.length_bound
     if tracing.host_knows(lengths) and lengths.numel():
         n = int(lengths.max())
     positions = torch.arange(n, device=lengths.device).expand(view.batch_size, n)

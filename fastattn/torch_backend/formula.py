@@ -15,6 +15,7 @@ from ..options import LAID_AS, Options, along
 from . import dropout, masks, triton_language
 
 
+@tracing.without_autocast
 def attention(
     q: Tensor,
     k: Tensor,
@@ -34,13 +35,6 @@ def attention(
         first_row: b of the first batch row; not 0 for a part of a batch.
         first_query: i of the first query; not 0 for a part of the queries.
     """
-    if tracing.autocasting(q.device):
-        # Autocast would compute fp32 products in its own dtype.
-        with torch.autocast(q.device.type, enabled=False):
-            return attention(
-                q, k, v, options,
-                return_lse=return_lse, first_row=first_row, first_query=first_query,
-            )  # fmt: skip
     if options.cu_seqlens_q is not None:
         return each_sequence(attention, q, k, v, options, return_lse)
     H_k, T_k = v.shape[1:3]

@@ -84,8 +84,8 @@ def _pattern(options: Options, T_q: int, T_k: int, device: torch.device) -> Tens
         if options.left is None and options.right is None:
             near = torch.zeros_like(near)
         near = near | (distance % options.stride == 0)
-    if kept := options.keep_first:
-        near = near | (key < kept)
+    if options.keep_first:
+        near = near | (key < options.keep_first)
     if options.causal:
         past = distance >= 0
         if options.prefix_lengths is not None:

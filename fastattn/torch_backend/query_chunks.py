@@ -102,9 +102,9 @@ class SeenKeys(NamedTuple):
 def seen_keys(options: Options, T_q: int, T_k: int) -> SeenKeys:
     """Keys that queries may see by numbers alone, at least one of T_k."""
     offset, kept = options.query_offset, min(options.keep_first, T_k)
-    left, right = options.left, 0 if _sees_past(options) else options.right
-    if options.stride is not None:
-        left, right = None, 0 if _sees_past(options) else None
+    anywhere = options.stride is not None
+    left = None if anywhere else options.left
+    right = 0 if _sees_past(options) else None if anywhere else options.right
     if offset is None or options.query_offsets is not None or options.q_positions is not None:
         left = right = None
     # Functions and dropout read the places of keys.
@@ -212,6 +212,7 @@ _ROWS, _KEYS = 16, 64
 _BY_ROW = along("B")
 
 
+@tracing.without_autocast
 def attention_in_tiles(
     q: Tensor, k: Tensor, v: Tensor, options: Options, first_row: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -222,9 +223,6 @@ def attention_in_tiles(
     assumed to compute a row alike in tensors of one shape, whatever the other rows hold. Not for
     packed calls. Offsets and lengths are read on the host.
     """
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return attention_in_tiles(q, k, v, options, first_row)
     tracing.refuse_constants('batch_invariant with backend "torch"')
     # Once, so that gradients of tiles are not rounded before they are added.
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -109,6 +109,7 @@ def attention_weights(
     return (_scored(q, k, lse, options)[1],)
 
 
+@tracing.without_autocast
 def attention_with_weights(
     q: Tensor, k: Tensor, v: Tensor, options: Options, dropout: float
 ) -> tuple[Tensor, Tensor]:
@@ -116,9 +117,6 @@ def attention_with_weights(
 
     Differentiable; computes scores once. dropout: torch's, which the weights show.
     """
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return attention_with_weights(q, k, v, options, dropout)
     bias, blind = _bias_of_masks(q, k, options)
     exists = masks.existing_keys(options, k.shape[2], q.device)
     query, key, value = formula.wide(q, None), formula.wide(k, exists), formula.wide(v, exists)
@@ -146,13 +144,11 @@ def _bias_of_masks(q: Tensor, k: Tensor, options: Options) -> tuple[Tensor | Non
     return torch.where(blind, 0.0, bias), blind
 
 
+@tracing.without_autocast
 def _scored(
     q: Tensor, k: Tensor, lse: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores, weights and lse in fp32 or wider."""
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return _scored(q, k, lse, options)
     x = formula.scores(q, k, options)
     if lse is None:
         p, lse = formula.normalised(x, options.sinks)

@@ -179,17 +179,15 @@ def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -
     return results[0], results[1].float()
 
 
+@tracing.without_autocast
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, options: Options, shown: Tensor | None = None, *,
     is_causal: bool, gqa: bool,
 ) -> Tensor:  # fmt: skip
     """o of torch's function with a mask or bias, or is_causal; of its CPU kernel with both.
 
-    The function also drops weights without a seed. Autocast would round what is in fp32 on purpose.
+    The function also drops weights without a seed.
     """
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return _fused(q, k, v, options, shown, is_causal=is_causal, gqa=gqa)
     alike = not is_causal and (shown is None or shown.shape[1] == 1)
     if gqa and alike and q.shape[2] == 1 and tracing.host_knows(q):
         # Heads as queries of their key head, which torch does not copy then.

@@ -14,11 +14,9 @@ _AT_ONCE = 2**24
 
 
 @torch.no_grad()
+@tracing.without_autocast
 def select(q: Tensor, k: Tensor, w: Tensor, n: int, options: Options) -> Tensor:
     """int32 [B, 1, T_q, n]: keys with the largest scores, in chunks of queries."""
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return select(q, k, w, n, options)
     B, H, T_q, _ = q.shape
     per_query = B * (H + 1) * k.shape[2]
     return torch.cat(

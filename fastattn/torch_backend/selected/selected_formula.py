@@ -31,6 +31,7 @@ def ordered_lists(indices: Tensor, counts: Tensor | None, key_blocks: int) -> tu
     return ordered, (ordered < key_blocks).sum(-1, dtype=torch.int32)
 
 
+@tracing.without_autocast
 def attention(
     q: Tensor, k: Tensor, v: Tensor, lists: Tensor, block: tuple[int, int], options: Options
 ) -> tuple[Tensor, Tensor]:
@@ -44,9 +45,6 @@ def attention(
         block: queries of a list, keys of a block.
         options: see `kernels.selected.forward.launch_selected_forward`.
     """
-    if tracing.autocasting(q.device):
-        with torch.autocast(q.device.type, enabled=False):
-            return attention(q, k, v, lists, block, options)
     dtype, T_q = q.dtype, q.shape[2]
     if 0 in (q.shape[0], T_q, k.shape[2]):
         o, lse = formula.attention(q, k, v, options, return_lse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ class Batch:
         packed = {} if self.documents is None else {"documents": self.documents}
         return {**self.lengths, **packed}
 
-    @property
+    @cached_property
     def num_targets(self) -> int:
         """Positions with a target."""
         return int((self.targets != IGNORED).sum())
