@@ -1,7 +1,6 @@
 """`fastattn.swap`: attention is served where it stands; other calls run as they are."""
 
 import copy
-import math
 import os
 import pickle
 import sys
@@ -16,11 +15,22 @@ import attention_blocks
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_blocks import BLOCKS, FORMS, Attend, C, Diffusers, Formed, Mixer, Timm, mixed
+from attention_blocks import (
+    BLOCKS,
+    FORMS,
+    Attend,
+    C,
+    Diffusers,
+    Formed,
+    Mixer,
+    SelfMade,
+    Timm,
+    mixed,
+)
 from naive_layers import Block
 from nightly import gate_cases
 from oracles import assert_by_oracle, with_gradients
-from swapped_blocks import assert_equal, results, tokens, total
+from swapped_blocks import assert_equal, tokens, total
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -47,83 +57,6 @@ def test_blocks_as_libraries_write_them(swap, name):
     assert total(done) == before
     assert [type(x) for x in model.modules()] == [type(x) for x in plain.modules()]
     assert all(not x._forward_hooks and not x._forward_pre_hooks for x in model.modules())
-
-
-class SelfMade(nn.Module):
-    """Attention of no known pattern: another function's softmax, returned weights, odd masks."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.qkv = kind, nn.Linear(C, 3 * C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        scores = q @ k.mT * (-0.3 if self.kind == "negative" else 0.3)
-        if self.kind == "keys":
-            scores = scores * torch.arange(1.0, x.shape[1] + 1)
-        if self.kind == "lowered":
-            scores = scores - scores.amax(-2, keepdim=True)
-        if self.kind == "softcap":
-            scores = 2 * torch.tanh(scores / 2)
-        ahead = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
-        if self.kind in ("fill", "other-mask"):
-            scores = scores.masked_fill(ahead, -1e4 if self.kind == "fill" else -math.inf)
-        if self.kind == "asserts":
-            assert [len(x[x.isfinite()])] == [x.isfinite().sum()]
-        if self.kind == "whole":
-            scores = (9 * scores).to(torch.int32).to(q.dtype)
-        if self.kind == "other-dim":
-            scores = scores.softmax(2)
-        if self.kind.startswith("in-place"):
-            bias = torch.arange(float(x.shape[1]))
-            scores = scores + bias[:, None]
-        if self.kind == "in-place":
-            bias[1:].add_(1)
-        with torch.set_grad_enabled(self.kind != "no-grad"):
-            weights = scores.softmax(-1) if self.kind != "other-dim" else scores
-        if self.kind == "gate":
-            weights = weights * 0.5
-        if self.kind == "blind":
-            weights = weights.nan_to_num(nan=1.0)
-        if self.kind == "other-mask":
-            weights = weights.masked_fill(ahead.roll(1, 0), 0)
-        if self.kind == "kept":
-            self.weights = weights
-        if self.kind == "in-place-late":
-            bias[1:].add_(1)
-        out = (weights @ v).transpose(1, 2).flatten(2)
-        return out + weights.sum() if self.kind == "returned" else out
-
-
-@pytest.mark.parametrize(
-    ("kind", "why"),
-    {
-        "keys": "scores are multiplied by a tensor, another for each key",
-        "lowered": "scores have other uses than their softmax",
-        "softcap": "scores are changed by tanh",
-        "fill": "scores are filled with -10000.0, and not with -inf",
-        "other-dim": "along another dim than that of the softmax",
-        "no-grad": "gradients or autocast are switched between the products",
-        "negative": "scores are multiplied by -0.3",
-        "gate": "attention weights are changed by multiplication",
-        "blind": "attention weights are changed by nan_to_num",
-        "other-mask": "weights are set to 0 by another mask than that of the scores",
-        "in-place": "add_ is between the products",
-        "asserts": "torch.compile cannot capture its forward at",
-        "whole": "rounded to something else than 16, 32 or 64 bits",
-        "kept": "attention weights are kept or returned by its forward",
-        "in-place-late": "add_ is between the products",
-        "returned": "attention weights have other uses than their product with values",
-    }.items(),
-)
-def test_what_is_no_attention_runs_as_it_is(swap, kind, why):
-    model = SelfMade(kind)
-    plain = copy.deepcopy(model)
-    done = swap(model, eager=True)
-    assert all(map(torch.equal, results(model, tokens()), results(plain, tokens())))
-    assert done.replaced == {}
-    assert why in str(done)
-    assert (done.calls[""].served, done.calls[""].passed) == (0, 1)
 
 
 class Mixing:

@@ -1,4 +1,4 @@
-"""Attention in any spelling is served by `fastattn.swap`, with the same results."""
+"""Spellings that `fastattn.swap` serves with the same results, and code that is no attention."""
 
 import copy
 import os
@@ -6,13 +6,44 @@ import sys
 
 import pytest
 import torch
-from attention_blocks import FORMS, Formed
+from attention_blocks import FORMS, Formed, SelfMade
 from attention_forms import Drawn
 from swapped_blocks import assert_equal, results, tokens, total
 
 pytestmark = pytest.mark.usefixtures("one_thread", "served", "no_graphs_before")
 
 FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    {
+        "keys": "scores are multiplied by a tensor, another for each key",
+        "lowered": "scores have other uses than their softmax",
+        "softcap": "scores are changed by tanh",
+        "fill": "scores are filled with -10000.0, and not with -inf",
+        "other-dim": "along another dim than that of the softmax",
+        "no-grad": "gradients or autocast are switched between the products",
+        "negative": "scores are multiplied by -0.3",
+        "gate": "attention weights are changed by multiplication",
+        "blind": "attention weights are changed by nan_to_num",
+        "other-mask": "weights are set to 0 by another mask than that of the scores",
+        "in-place": "add_ is between the products",
+        "asserts": "torch.compile cannot capture its forward at",
+        "whole": "rounded to something else than 16, 32 or 64 bits",
+        "kept": "attention weights are kept or returned by its forward",
+        "in-place-late": "add_ is between the products",
+        "returned": "attention weights have other uses than their product with values",
+    }.items(),
+)
+def test_what_is_no_attention_runs_as_it_is(swap, kind, why):
+    model = SelfMade(kind)
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    assert all(map(torch.equal, results(model, tokens()), results(plain, tokens())))
+    assert done.replaced == {}
+    assert why in str(done)
+    assert (done.calls[""].served, done.calls[""].passed) == (0, 1)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -325,3 +325,49 @@ class Formed(nn.Module):
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
         hidden[3] = True
         return self.form(q, k, v, q @ k.mT, hidden).transpose(1, 2).flatten(2)
+
+
+class SelfMade(nn.Module):
+    """Attention of no known pattern: another function's softmax, returned weights, odd masks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.qkv = kind, nn.Linear(C, 3 * C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        scores = q @ k.mT * (-0.3 if self.kind == "negative" else 0.3)
+        if self.kind == "keys":
+            scores = scores * torch.arange(1.0, x.shape[1] + 1)
+        if self.kind == "lowered":
+            scores = scores - scores.amax(-2, keepdim=True)
+        if self.kind == "softcap":
+            scores = 2 * torch.tanh(scores / 2)
+        ahead = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
+        if self.kind in ("fill", "other-mask"):
+            scores = scores.masked_fill(ahead, -1e4 if self.kind == "fill" else -math.inf)
+        if self.kind == "asserts":
+            assert [len(x[x.isfinite()])] == [x.isfinite().sum()]
+        if self.kind == "whole":
+            scores = (9 * scores).to(torch.int32).to(q.dtype)
+        if self.kind == "other-dim":
+            scores = scores.softmax(2)
+        if self.kind.startswith("in-place"):
+            bias = torch.arange(float(x.shape[1]))
+            scores = scores + bias[:, None]
+        if self.kind == "in-place":
+            bias[1:].add_(1)
+        with torch.set_grad_enabled(self.kind != "no-grad"):
+            weights = scores.softmax(-1) if self.kind != "other-dim" else scores
+        if self.kind == "gate":
+            weights = weights * 0.5
+        if self.kind == "blind":
+            weights = weights.nan_to_num(nan=1.0)
+        if self.kind == "other-mask":
+            weights = weights.masked_fill(ahead.roll(1, 0), 0)
+        if self.kind == "kept":
+            self.weights = weights
+        if self.kind == "in-place-late":
+            bias[1:].add_(1)
+        out = (weights @ v).transpose(1, 2).flatten(2)
+        return out + weights.sum() if self.kind == "returned" else out

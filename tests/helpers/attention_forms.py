@@ -3,6 +3,7 @@
 import math  # noqa: F401  of the drawn text, as torch, nn and F
 import random
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: F401
@@ -81,13 +82,12 @@ class Drawing:
         self.lines.append(f"s = {self.dice.choice(texts)}")
         # Scores that were viewed keep their order; a factor comes before what is added.
         self.fixed = "bmm" in self.lines[0]
-        self.steps(self.moved, self.scaled, self.cast)
-        added = self.biased, *[self.hidden] * 3, self.lowered
-        self.steps(*added, self.moved, lambda: self.line("scaled", y=0.5))
+        self.steps("moved", "scaled", "cast")
+        self.steps("biased", *["hidden"] * 3, "lowered", "moved", "halved")
         self.line("softmax")
         self.x = "w"
         self.zeroed()
-        self.steps(self.moved, self.moved, self.cast, lambda: self.line("dropped"))
+        self.steps("moved", "moved", "cast", "dropped")
         order = self.order
         texts = (
             *OUTPUTS.get(order, ()), f"torch.einsum('{order},bhjd->bhid', w, v)",
@@ -95,9 +95,9 @@ class Drawing:
         )  # fmt: skip
         self.lines.append(f"return {self.dice.choice(texts)}")
 
-    def steps(self, *steps: Callable[[], None]) -> None:
-        for step in self.dice.sample(steps, self.dice.randint(0, min(3, len(steps)))):
-            step()
+    def steps(self, *names: str) -> None:
+        for name in self.dice.sample(names, self.dice.randint(0, min(3, len(names)))):
+            getattr(self, name, partial(self.line, name))()
 
     def line(self, name: str, **fields: object) -> None:
         j = self.order.index("j")
@@ -110,9 +110,6 @@ class Drawing:
             return name
         leading = ", ".join(["None"] * (4 - len(DIMS[name])))
         return f"{name}[{leading}].permute({[PLAIN.index(x) for x in self.order]})"
-
-    def cast(self) -> None:
-        self.line("cast")
 
     def moved(self) -> None:
         how, dims = self.dice.choice(("mT", "turned", "moved")), [0, 1, 3, 2]
@@ -132,6 +129,9 @@ class Drawing:
         of_heads = () if self.fixed else (self.laid("factor"),)
         self.line("scaled", y=self.dice.choice(("0.5", "2", *of_heads)))
 
+    def halved(self) -> None:
+        self.line("scaled", y=0.5)
+
     def biased(self) -> None:
         self.line("biased", y=self.laid("bias"))
 
@@ -143,9 +143,6 @@ class Drawing:
         else:
             self.line("hidden", y=self.laid(mask), low=low)
             self.hides.append(mask if self.order == PLAIN else "")
-
-    def lowered(self) -> None:
-        self.line("lowered")
 
     def zeroed(self) -> None:
         if self.dice.random() < 0.2:
@@ -167,10 +164,8 @@ class Drawn(nn.Module):
         exec(self.text, globals(), space)
         self.form, self.qkv = space["form"], nn.Linear(C, 3 * C)
         self.blind = "1e9" not in self.text and "finfo" not in self.text
-        self.bias, self.factor = (
-            nn.Parameter(torch.randn(H, 7, 7)),
-            nn.Parameter(torch.ones(H, 1, 1)),
-        )
+        self.bias = nn.Parameter(torch.randn(H, 7, 7))
+        self.factor = nn.Parameter(torch.ones(H, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
