@@ -54,9 +54,7 @@ GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size"
 SILENT = {
     "gpt2": lambda: tr.GPT2Config(**GPT2),
     "opt": lambda: tr.OPTConfig(**SIZES, ffn_dim=40, word_embed_proj_dim=32),
-    "gpt-bigcode": lambda: tr.GPTBigCodeConfig(**GPT2),
     "stablelm": lambda: tr.StableLmConfig(**GQA),
-    "nemotron": lambda: tr.NemotronConfig(**GQA),
     "llama": lambda: tr.LlamaConfig(**GQA),
 }
 
