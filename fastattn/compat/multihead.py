@@ -14,6 +14,9 @@ from ..torch_backend import statistics as formula
 from .calls import Calls
 from .sdpa import bounded_bias
 
+# A program may put this module's class in the place of torch's.
+_torchs_forward = nn.MultiheadAttention.forward
+
 
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with fused attention; a subclass, so `isinstance` holds.
@@ -163,7 +166,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             calls.count_served() if served else calls.count_passed(why)
         plain = key_padding_mask is None and attn_mask is None
         if not served or (need_weights and plain and _is_torchs(self, query)):
-            out, weights = nn.MultiheadAttention.forward(self, query, key, value, *others)
+            out, weights = _torchs_forward(self, query, key, value, *others)
             return out, weights, True
         batched = query.dim() == 3
         if not batched:

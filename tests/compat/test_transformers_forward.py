@@ -20,6 +20,9 @@ def test_a_missing_mask_is_read_where_positions_do_not_count():
     assert o.shape == (1, 2, 2, 8) and weights is None
     one, _ = hf_attention.attention_forward(layer(), q[:, :, :1], k, v, None)
     torch.testing.assert_close(one, o[:, :1])
+    across = type("TextCrossAttention", (torch.nn.Module,), {})()  # as in mllama
+    seen, _ = hf_attention.attention_forward(across, q, k, v, None)
+    torch.testing.assert_close(seen, o)
 
 
 KEYS = torch.tensor([[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
@@ -51,9 +54,7 @@ GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size"
 SILENT = {
     "gpt2": lambda: tr.GPT2Config(**GPT2),
     "opt": lambda: tr.OPTConfig(**SIZES, ffn_dim=40, word_embed_proj_dim=32),
-    "gpt-bigcode": lambda: tr.GPTBigCodeConfig(**GPT2),
     "stablelm": lambda: tr.StableLmConfig(**GQA),
-    "nemotron": lambda: tr.NemotronConfig(**GQA),
     "llama": lambda: tr.LlamaConfig(**GQA),
 }
 

@@ -26,9 +26,6 @@ UNSERVED = {
     ),
     "mpt": lambda: tr.MptConfig(d_model=32, n_layers=1, n_heads=4, vocab_size=61),
     "falcon": lambda: tr.FalconConfig(**SMALL, num_hidden_layers=1, num_attention_heads=4),
-    "xglm": lambda: tr.XGLMConfig(
-        vocab_size=61, d_model=32, num_layers=1, attention_heads=4, ffn_dim=40
-    ),
     "fnet": lambda: tr.FNetConfig(**SMALL, num_hidden_layers=1, intermediate_size=40),
 }
 
@@ -50,7 +47,7 @@ def test_swap_leaves_what_no_registered_function_reaches(swap, name, device):
     assert all(model.get_submodule(path) is not None for path in done.left)
 
 
-@pytest.mark.parametrize("name", ["bloom", "longformer", "mpt", "xglm"])
+@pytest.mark.parametrize("name", ["bloom", "longformer", "mpt"])
 def test_models_that_would_misread_a_mask_are_refused(name, device):
     """Their own code adds to its scores what is registered as a mask."""
     hf_attention.register()
@@ -183,9 +180,10 @@ def test_modules_whose_config_was_not_changed_are_left(device):
     assert families.is_attention(type("JanusVQVAEAttnBlock", (), {}))
 
 
-def test_configs_of_ones_own_are_known_by_their_base():
+def test_configs_without_models_are_known_by_base_and_family():
     class Mine(tr.LlamaConfig):
         pass
 
-    assert families.takes_rules(Mine) and families.takes_rules(tr.LlamaConfig)
+    part = tr.models.t5gemma.configuration_t5gemma.T5GemmaModuleConfig
+    assert families.takes_rules(Mine) and families.takes_rules(part)
     assert not families.takes_rules(tr.PreTrainedConfig)

@@ -34,7 +34,7 @@ from .continuous import NAME as NAME
 from .continuous import attend_paged
 from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, check_entries, chunk_ids
-from .packing import by_positions, read_sequences, sequence_numbers
+from .packing import by_positions, is_cross, read_sequences, sequence_numbers
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -99,7 +99,7 @@ def attention_forward(
     """Compute a layer's attention: the function that transformers calls for each layer.
 
     Args:
-        module: the layer; its `is_causal` (default True) is the default of the argument.
+        module: the layer; its `is_causal` (default True, of cross-attention False) is the default.
         query: [B, H_q, T_q, D].
         key: [B, H_k, T_k, D]; H_k divides H_q.
         value: [B, H_k, T_k, D_v].
@@ -140,7 +140,7 @@ def attention_forward(
     """
     count_registered()
     output_attentions = output_attentions or _are_weights_collected()
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = getattr(module, "is_causal", not is_cross(module)) if is_causal is None else is_causal
     options: dict[str, Any] = {"dropout": dropout, "softcap": softcap, "sinks": s_aux}
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0

@@ -9,7 +9,9 @@ and some do both in different modules. A class that looks the function up names 
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -144,10 +146,7 @@ def takes_rules(config: type) -> bool:
 def _takes_rules(config: type) -> bool:
     from transformers import AttentionInterface
 
-    by_config: dict[Any, list[type]] = {}
-    for model in _models():
-        by_config.setdefault(getattr(model, "config_class", None), []).append(model)
-    models = next((by_config[base] for base in config.__mro__ if base in by_config), [])
+    models = _models_of(config)
     spaces = [vars(sys.modules[name]) for name in {model.__module__ for model in models}]
     looked_up = any(isinstance(x, AttentionInterface) for space in spaces for x in space.values())
     own = [
@@ -164,6 +163,20 @@ def _takes_rules(config: type) -> bool:
         )
     flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
     return any(getattr(model, flag, False) for model in models for flag in flags)
+
+
+def _models_of(config: type) -> list[type]:
+    """Model classes of a config class; for a part's config without any, those of its family."""
+    names = [base.__module__ for base in config.__mro__ if ".configuration_" in base.__module__]
+    families = [name.replace(".configuration_", ".modeling_") for name in names]
+    for family in families:
+        with suppress(ImportError):
+            import_module(family)
+    by_config: dict[Any, list[type]] = {}
+    for model in _models():
+        by_config.setdefault(getattr(model, "config_class", None), []).append(model)
+    named = next((by_config[base] for base in config.__mro__ if base in by_config), [])
+    return named or [model for model in _models() if model.__module__ in families[:1]]
 
 
 def _models() -> Iterator[type]:

@@ -205,6 +205,12 @@ def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
     return begins.cumsum(dim=1)
 
 
+def is_cross(module: nn.Module) -> bool:
+    """Whether a layer's keys are of other tokens than its queries, by attribute or class name."""
+    named = "cross" in type(module).__name__.lower()
+    return named or bool(getattr(module, "is_cross_attention", False))
+
+
 def by_positions(
     rule: Rule,
     mask: Any,
@@ -230,9 +236,9 @@ def by_positions(
         return rule
     if rule.documents is not None or rule.mask_mod is not None:
         return rule
-    # Positions of another attention's queries say nothing of its keys.
-    other = getattr(module, "is_cross_attention", False) or "cross" in type(module).__name__.lower()
-    if position_ids.shape[1] != T_q or T_q > T_k or (not rule.causal and (other or T_q < T_k)):
+    # Positions of other tokens' queries say nothing of the keys.
+    apart = is_cross(module) or T_q < T_k
+    if position_ids.shape[1] != T_q or T_q > T_k or (not rule.causal and apart):
         return rule
     known = mask.separated if isinstance(mask, LazyMask) else None
     if known is not None and known[0] is position_ids:
