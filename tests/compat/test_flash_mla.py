@@ -129,7 +129,7 @@ def test_chosen_latents_of_a_prompt(
     indices = torch.tensor([[8, 0, 3, 3], [-1, 2, 9, 1], [5, 6, 7, 2], [-1, -1, 9, -1]]).int()
     counts = torch.tensor([4, 3, 2, 4]).int()
     named = [[8, 0, 3, 3], [2], [5, 6], []]
-    kv[4] = torch.nan
+    kv[4], sink[0] = torch.nan, -torch.inf
     moved = (x.to(device) for x in (q, kv, indices[:, None]))
     o, largest, lse = flash_mla_sparse_fwd(
         *moved, 0.2, C, sink.to(device), topk_length=counts.to(device)
@@ -141,7 +141,7 @@ def test_chosen_latents_of_a_prompt(
         totals = torch.stack([s.exp().sum(-1) for s in scores])
         share = totals + sink.to(dtype).exp()
         weighed = [s.exp() @ kv[n, 0, :C].to(dtype) for s, n in zip(scores, named, strict=True)]
-        return torch.stack(weighed) / share[..., None], totals.log()
+        return (torch.stack(weighed) / share[..., None]).nan_to_num(0), totals.log()
 
     assert_by_oracle((o.cpu(), lse.cpu()), sums)
     with pytest.raises(

@@ -12,6 +12,7 @@ from ... import checks
 from ...cache.latent import view_of_records
 from ...cache.views import view_of_tensors
 from ...functional.decode import decode_attention
+from ..sdpa import LOWEST_BIAS
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -96,7 +97,7 @@ def flash_mla_with_kvcache(
     if attn_sink is not None:
         checks.check_input("attn_sink", attn_sink, "", "H_q", q, {"H_q": H_q})
         # The sink adds exp(sink) to the denominator exp(lse).
-        share = torch.sigmoid(lse - attn_sink.float()[:, None])
+        share = torch.sigmoid(lse.clamp(min=LOWEST_BIAS) - attn_sink.float()[:, None])
         o = (o * share.unsqueeze(-1)).to(o.dtype)
     o, lse = o.transpose(1, 2), lse.transpose(1, 2)  # of each row, or with indices of each token
     return o.reshape(B, T_q, H_q, D_v), lse.reshape(B, T_q, H_q).transpose(1, 2)
