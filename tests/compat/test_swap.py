@@ -1,6 +1,7 @@
 """`fastattn.swap`: attention is served where it stands; other calls run as they are."""
 
 import copy
+import inspect
 import os
 import pickle
 import sys
@@ -357,6 +358,7 @@ def test_adapters(swap):
     done = swap(model, adapters={Own: doubling, nn.MultiheadAttention: lambda module, q, k, v: v})
     assert model[3](x, x, x) is x and "was set on the object" in done.left["4"]
     assert torch.equal(model[0](x), 2 * x) and seen == [1]
+    assert [*inspect.signature(model[0].forward).parameters] == ["x", "flag"]
     hook.remove()
     model[0].factor = 3.0
     for twin in (model[0], copy.deepcopy(model[0]), pickle.loads(pickle.dumps(model[0]))):
