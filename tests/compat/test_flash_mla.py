@@ -57,22 +57,6 @@ def test_flash_mla(with_sink: bool, device: str) -> None:
     assert_by_oracle(actual, lambda dtype: expected(q, rows, C, 0.2, dtype, sink))
 
 
-def test_flash_mla_names_what_it_does_not_serve(device: str) -> None:
-    pool, table, lengths, _ = pages(device)
-    q = draw(B, T, H, C + R).to(device)
-    for name in ("extra_k_cache", "extra_topk_length"):
-        given: dict[str, Any] = {name: table}
-        with pytest.raises(NotImplementedError, match=f"{name} is not supported"):
-            flash_mla_with_kvcache(q, pool, table, lengths, C, **given)
-    with pytest.raises(ValueError, match="k_cache must have q's 16 columns, of which"):
-        flash_mla_with_kvcache(q[..., :C], pool, table, lengths, C)
-    with pytest.raises(ValueError, match="causal must be False with indices"):
-        flash_mla_with_kvcache(q, pool, None, None, C, causal=True, indices=table[:, None])
-    with pytest.raises(ValueError, match=r"records must have shape \[P, 1, S, bytes\]: 16 codes"):
-        records = pool.view(torch.uint8)
-        flash_mla_with_kvcache(q, records, table, lengths, C, is_fp8_kvcache=True)
-
-
 def records(pool: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Records uint8 of latents [..., width + R], and the numbers that they stand for."""
     groups, rope = pool[..., :width].unflatten(-1, (-1, 128)), pool[..., width:].bfloat16()
