@@ -74,14 +74,14 @@ def test_flash_mla_of_records(
 ) -> None:
     """Rows of 656 bytes in pages: all that a table lists, or those that each token names."""
     monkeypatch.setenv("FASTATTN_BACKEND", backend)
-    packed, numbers = records(draw(5, S, 1, 512 + 64), 512)
-    assert packed.shape[-1] == 656
+    packed, numbers = (x[:, :S] for x in records(draw(5, S + 1, 1, 512 + 64), 512))
+    assert packed.shape[-1] == 656 and not packed.is_contiguous()  # a slot is between the pages
     q = draw(B, T, H, 512 + 64, seed=1).bfloat16()
-    given: dict[str, Any] = {"softmax_scale": 0.05, "is_fp8_kvcache": True}
+    given: tuple[Any, ...] = (None, None, 0.05, False, True)
     if chosen:
         picked = torch.tensor([[[7, -1, 3, 19], [0, 1, 2, 99]], [[-1, -1, 5, 12], [4, 4, -1, 8]]])
         counts = torch.tensor([4, 3])
-        given |= {"indices": picked.to(device), "topk_length": counts.to(device)}
+        given += (picked.to(device), None, None, None, counts.to(device))
         tables = [None, None]
         rows = [
             [numbers.flatten(0, 2)[x[:n][(x[:n] >= 0) & (x[:n] < 20)]] for x in of_batch]
@@ -91,7 +91,7 @@ def test_flash_mla_of_records(
         table = torch.tensor([[3, 1], [4, 0]])
         tables = [table.to(device), torch.tensor(LENGTHS, device=device)]
         rows = [[numbers[table[b]].flatten(0, 2)[:n]] * T for b, n in enumerate(LENGTHS)]
-    actual = flash_mla_with_kvcache(q.to(device), packed.to(device), *tables, 512, **given)
+    actual = flash_mla_with_kvcache(q.to(device), packed.to(device), *tables, 512, *given)
 
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         keys = [k.to(dtype) for of_row in rows for k in of_row]
