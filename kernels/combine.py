@@ -235,8 +235,8 @@ def merge_prefix_kernel(
     h, t = n // T, n % T
     inside = t < tl.load(offsets_ptr + groups)
     lse = tl.load(prefix_lse_ptr + n, mask=inside, other=float("-inf"))
-    # A query that sees no key of the prefix keeps its result bitwise.
-    seen = lse > float("-inf")
+    # A query that sees no key of the prefix keeps its result bitwise; one with NaN sees some.
+    seen = lse != float("-inf")
     cols = tl.arange(0, COLS)[None, :]
     within = seen & (cols < width)
     acc, m, l = no_parts(COLS)

@@ -157,14 +157,16 @@ def _weighted(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Made:
 
 
 def _additive(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Made:
-    hidden = draw.choice(1, 3, 4)
+    projected = draw.chance(0.3)
+    hidden = q.shape[3] if projected else draw.choice(1, 3, 4)
 
     def weight(x: Tensor) -> Tensor:
         shape = draw.choice((hidden, x.shape[3]), (x.shape[1], hidden, x.shape[3]))
         return (draw.normal(*shape) / x.shape[3] ** 0.5).to(x)
 
     u = draw.normal(*draw.choice((hidden,), (q.shape[1], hidden))).to(q)
-    return made(q, k, v, u=u, w_query=weight(q), w_key=weight(k))
+    weights = {} if projected else {"w_query": weight(q), "w_key": weight(k)}
+    return made(q, k, v, u=u, **weights)
 
 
 def block_lists(
@@ -205,12 +207,12 @@ def _by_lists(
 
 
 def additive_formula(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor, w_key: Tensor,
-    return_lse: bool = True, **masks: Any,
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, w_query: Tensor | None = None,
+    w_key: Tensor | None = None, return_lse: bool = True, **masks: Any,
 ) -> Any:  # fmt: skip
     """Compute the explicit formula, with a [B, H_q, T_q, T_k, hidden] tensor."""
     a, b = (
-        torch.einsum("bhtd,...hcd->bhtc" if w.dim() == 3 else "bhtd,cd->bhtc", x, w)
+        x if w is None else torch.einsum(f"bhtd,{'h' * (w.dim() - 2)}cd->bhtc", x, w)
         for x, w in ((q, w_query), (k, w_key))
     )
     b, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (b, v))

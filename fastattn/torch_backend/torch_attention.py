@@ -73,7 +73,9 @@ def bind(
         return partial(_by_formula, **how)
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     lower, T_k = causal and options.left is None, k.shape[2]
-    bare = options.plain and (lower or masks.sees_all(options, q.shape[2], T_k))
+    skips = causal and fits and T_k > _KEYS_AT_ONCE
+    added = masks.added_scores(q, T_k, options, first_row, lasting=on_host, is_causal=skips)
+    bare = (options.plain and lower) or added.leaves_all(options)
     if bare and summed:
         return partial(_with_lse, added=None, is_causal=lower, **how)
     if bare:
@@ -83,8 +85,6 @@ def bind(
         short = q.is_cpu and not (wide or options.dropout or for_onnx)
         bound = partial(_short, on_host=on_host) if short else _fused
         return partial(bound, is_causal=lower, gqa=gqa)
-    skips = causal and fits and T_k > _KEYS_AT_ONCE
-    added = masks.added_scores(q, T_k, options, first_row, lasting=on_host, is_causal=skips)
     if summed:
         return partial(_with_lse, added=added, is_causal=skips, **how)
     complete = on_host and added.is_complete(options)

@@ -1,6 +1,7 @@
 """Judges of calls on caches: decoding from every kind, packed queries, shared prefixes."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from fastattn.testing.calls import Draw
 from fastattn.testing.decoding import KINDS, Filled, assert_decoded, assert_paged, fill
 
 from .cases import ORDERS, Case
-from .tensors import inputs, laid
+from .tensors import assert_nan_stays, inputs, laid
 from .values import drawn_options
 
 # What a ring has of its own.
@@ -55,6 +56,9 @@ def attend(case: Case, draw: Draw, filled: Filled, how: dict[str, Any]) -> None:
     q = inputs(case)[0]
     given = {**how, **splits, **options}
     o, lse = case.call_of(fastattn.decode_attention, q, view, return_lse=True, **given)
+    decode = partial(fastattn.decode_attention, cache=view, **given)
+    real = torch.arange(T_q) < counts.clamp(0, T_q)[:, None, None]
+    assert_nan_stays(case, q, decode, options, real=real.expand(q.shape[:-1]))
     if how.get("backend") == "torch":
         o = case.call_of(fastattn.decode_attention, q, view, **given)
     how = {"counts": counts.clamp(0, T_q), "orders": ORDERS}
@@ -103,6 +107,9 @@ def paged(case: Case, how: dict[str, Any]) -> None:
         fastattn.attention_paged, packed, filled.view, offsets, return_lse=True, **how, **options
     )
     assert "out" not in how or actual[0] is how["out"]
+    given = {name: x for name, x in how.items() if name != "out"} | options
+    serve = partial(fastattn.attention_paged, cache=filled.view, cu_seqlens_q=offsets, **given)
+    assert_nan_stays(case, packed, serve, options)
     total = sum(counts)
     assert not actual[0][total:].any() and (actual[1][:, total:] == -torch.inf).all(), "of no row"
     actual = (actual[0][:total], actual[1][:, :total])

@@ -88,6 +88,7 @@ TRAITS = {
     "tangents": 0.08,  # in forward mode
     "twice": 0.08,  # double backward
     "max": 0.2,  # the largest score of each query is returned too
+    "spoilt": 0.3,  # queries are NaN in another call
     "shared": 0.1,  # keys and values are columns of one tensor
     "autocast": 0.2,  # fp32, which autocast casts to the 16 bits of the case, or fp64
 }
@@ -250,7 +251,8 @@ DERIVED = frozenset(("tangents", "twice"))
 FORMULA = frozenset(
     ("score_mod", "score_mod_grad", "relative_bias", "attn_bias", "attn_mask", *_SECOND, *_RELATIVE)
 )  # fmt: skip
-_DERIVES = _CASTS[:4]
+_BACKWARD_ALONE = ("multiplicative_attention", "additive_attention")
+_DERIVES = (*_CASTS[:3], *_BACKWARD_ALONE)
 
 
 def _of_derivatives(case: Case) -> Case:
@@ -260,7 +262,7 @@ def _of_derivatives(case: Case) -> Case:
         left |= DERIVED
     else:
         twice = "twice" in case.traits and case.learns
-        left |= {"tangents"} if twice or case.call == "multiplicative_attention" else {"twice"}
+        left |= {"tangents"} if twice or case.call in _BACKWARD_ALONE else {"twice"}
     if case.dtype is torch.float16:  # whose squares of large numbers are infinite
         left |= {"hot"}
     case = replace(case, traits=case.traits - left)

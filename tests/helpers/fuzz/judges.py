@@ -34,7 +34,7 @@ from . import caches, histories
 from .cases import DERIVED, FORMULA, LAYOUTS, ORDERS, Case, drawn, legal
 from .derivatives import BY_FORMULA, by_levels, by_reverse, by_transform, derived
 from .flash_calls import flash_case
-from .tensors import inputs, poisoned, relaid
+from .tensors import assert_nan_stays, inputs, poisoned, relaid
 from .values import drawn_options
 
 
@@ -139,6 +139,7 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
         ours = _noting(ours, largest) if "max" in case.traits else ours
         ours = _cast(case.dtype, ours) if "autocast" in case.traits else ours
         ours, theirs = _dropping_alike(case, ours, call.oracle)
+        called = ours
         ours = derived(case, ours, case.random("push").choice(by_levels, by_transform))
         theirs = derived(case, theirs, by_reverse)
         assert_matches_reference(
@@ -154,6 +155,10 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
         )
         if largest and made.clean[1].numel():
             _assert_largest(case, made, options, largest[-1])
+        if turn == 0:
+            keys = dict(zip("kv", made.qkv[1:], strict=True))
+            same = partial(called, **keys, **made.beside, **options)
+            assert_nan_stays(case, made.qkv[0], same, options)
         # The memo knows the next call by its layouts. The one after has other numbers.
         if turn == 1:
             options |= _other_numbers(drawn_options(case, rows, "/again"), options)

@@ -1,11 +1,14 @@
 """Inputs of a case: numbers, and their layout in memory."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fastattn.testing import assert_within_budget
 from fastattn.testing.calls import Draw
 
 from .cases import EXPANDED, Case
@@ -78,3 +81,34 @@ def poisoned(x: Tensor, exists: Tensor, layout: str, draw: Draw) -> Tensor:
         return x
     poison = draw.choice(math.nan, math.inf, -math.inf)
     return laid(x.masked_fill(~exists[..., None], poison), layout)
+
+
+def assert_nan_stays(
+    case: Case, q: Tensor, call: Callable[..., Any], options: dict[str, Any], *, real: Any = True
+) -> None:
+    """Check that NaN in queries reaches their rows where those see a key, and no others.
+
+    call: takes other queries, and return_lse. real: queries whose results are specified.
+    """
+    if "spoilt" not in case.traits or "hot" in case.traits or q.itemsize == 1:  # codes
+        return
+    draw = case.random("spoilt")
+    hit = draw.bools(0.2, *q.shape[:-1])
+    column = torch.arange(q.shape[-1]) == draw.integer(0, q.shape[-1] - 1)
+    plain = q.detach().clone(memory_format=torch.contiguous_format)
+    # Without lse torch's function may serve, which drops others.
+    with_lse = "dropout" in options or draw.chance(0.5)
+    with torch.no_grad():
+        clean, seen = call(plain, return_lse=True)
+        o = call(plain.masked_fill(hit[..., None] & column, math.nan), return_lse=with_lse)
+    o, lse = o if with_lse else (o, None)
+    if q.dim() == 3:  # packed
+        lse, seen = lse if lse is None else lse.mT, seen.mT
+    sees = hit & real & (seen > -torch.inf)
+    if not {"sinks", "dropout"} & options.keys():  # which leave rows without a weight
+        assert o[sees].isnan().all() and (lse is None or lse[sees].isnan().all())
+    # A bias of -inf is a number, and its sum with NaN is NaN.
+    left = real & (~hit if {"attn_bias", "attn_mask"} & options.keys() else ~sees)
+    for name, x, expected in (("o", o, clean), ("lse", lse, seen)):
+        if x is not None:
+            assert_within_budget(name, x[left], expected[left].double(), expected[left])
