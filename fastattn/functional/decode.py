@@ -15,10 +15,20 @@ from ..dispatch import Explanation
 from ..ops import decode as decode_ops
 from ..options import Options
 from ..torch_backend import decode as decode_torch
+from ..torch_backend.paged import decode_rows
 from ..tuned import choices
 from . import call_memo, call_options, sharded
 
-_attend_by_torch = torch.no_grad()(decode_torch.attend)
+
+@torch.no_grad()
+def _attend_by_torch(
+    q: Tensor, view: CacheView, new_lengths: Tensor | None, options: Options, uniform: int | None,
+    *, return_lse: bool,
+) -> call_options.Results:  # fmt: skip
+    many = view.block_table is not None and q.shape[0] > 1 and q.shape[2]
+    if many and new_lengths is None and tracing.host_knows(q):
+        return decode_rows(q, view, options, return_lse=return_lse)
+    return decode_torch.attend(q, view, new_lengths, options, uniform, return_lse=return_lse)
 
 
 @call_options.CACHE.sign

@@ -61,6 +61,20 @@ def attend(
     return (o, lse) if return_lse else o
 
 
+def decode_rows(
+    q: Tensor, view: CacheView, options: Options, *, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`decode.attend` over pages, of T_q tokens in every row; a group of rows copies its pages."""
+    B, H_q, T_q, _ = q.shape
+    offsets = torch.arange(0, (B + 1) * T_q, T_q, device=q.device)
+    packed = q.transpose(1, 2).reshape(B * T_q, H_q, -1)
+    results = attend(packed, view, offsets, None, options, return_lse=return_lse)
+    o, *lse = results if return_lse else (results,)
+    of_rows = (x.view(H_q, B, T_q).transpose(0, 1) for x in lse)
+    o = o.view(B, T_q, H_q, -1).transpose(1, 2)
+    return (o, *of_rows) if return_lse else o
+
+
 def _together(
     offsets: list[int], lengths: list[int], width: int, options: Options
 ) -> Iterator[list[int]]:
@@ -97,7 +111,7 @@ def _of_rows(
     for name, behind in _BY_ROW.items():
         x = getattr(options, name)
         if x is not None and x.dim() > behind and name not in own:
-            own[name] = x[batch]
+            own[name] = x[batch] if x.shape[0] > 1 else x
     if tree is not None:
         if starts is None:
             shown = tree[tokens].view(len(batch), n, -1)

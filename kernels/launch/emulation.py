@@ -339,6 +339,19 @@ def _multiple_of(input: Any, values: Any) -> Any:
     return tl.tensor(TensorHandle(data - rest, input.handle.dtype), input.type)
 
 
+def _defined(load: Callable[..., Any]) -> Callable[..., Any]:
+    """tl.load whose masked elements without `other`, undefined on a GPU, are NaN or -1."""
+
+    def with_other(
+        pointer: Any, mask: Any = None, other: Any = None, *args: Any, **how: Any
+    ) -> Any:
+        if mask is not None and other is None:
+            other = float("nan") if pointer.dtype.element_ty.is_floating() else -1
+        return load(pointer, mask, other, *args, **how)
+
+    return with_other
+
+
 _stock_patch_lang = stock._patch_lang
 _whole_language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
@@ -354,6 +367,7 @@ def _patch_lang(fn: Any) -> Any:
     scope = _stock_patch_lang(_whole_language)
     for module in (tl, tl.core):
         scope.set_attr(module, "multiple_of", _multiple_of)
+        scope.set_attr(module, "load", _defined(module.load))
     # int() of a one-element array fails since NumPy 2.4, which broke `range` over a loaded bound in
     # Triton 3.6.
     scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))

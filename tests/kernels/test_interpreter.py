@@ -294,3 +294,12 @@ def test_masked_numbers_are_what_the_load_says(dtype: torch.dtype, other: float)
     x, y = torch.randn(8).to(dtype), torch.full((8,), math.nan, dtype=dtype)
     even_ones[(1,)](x, y, 8, other)
     assert torch.equal(y, torch.where(torch.arange(8) % 2 == 0, x, other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_masked_numbers_of_which_the_load_says_nothing(dtype: torch.dtype) -> None:
+    """On a GPU they are what a register held."""
+    x, y = torch.randn(8).to(dtype), torch.zeros(8, dtype=dtype)
+    even_ones[(1,)](x, y, 8, None)
+    assert torch.equal(y[::2], x[::2])
+    assert (y[1::2] != y[1::2]).all() if x.is_floating_point() else (y[1::2] == -1).all()
