@@ -174,17 +174,18 @@ def _places(
     bias: Any, kind: _Blocks, spans: list[int], held: list[int], device: torch.device
 ) -> Tensor:
     """Row numbers of `spans` keys of each block, the last one repeated past its end."""
-    starts = bias.k_seqinfo.seqstart_py
-    places = []
-    for block, (span, length) in enumerate(zip(spans, held, strict=True)):
-        slot = torch.arange(span, device=device).clamp(max=max(length - 1, 0))
-        if kind.keys != "pages" and length:
-            slot = slot + starts[block]
-        if "pages" in kind.keys:
-            size = bias.page_size
-            slot = bias.block_tables[block].to(device).long()[slot // size] * size + slot % size
-        places.append(slot)
-    return torch.cat(places)
+    span, length = torch.tensor(spans), torch.tensor(held)
+    block = torch.arange(len(spans)).repeat_interleave(span)
+    slot = torch.arange(len(block)) - (span.cumsum(0) - span)[block]
+    slot = slot.minimum((length - 1).clamp(min=0)[block])
+    if kind.keys != "pages":
+        starts = torch.tensor(bias.k_seqinfo.seqstart_py[: len(spans)])
+        slot += (starts * (length > 0))[block]
+    slot, block = slot.to(device), block.to(device)
+    if "pages" in kind.keys:
+        page = bias.block_tables.to(device)[block, slot // bias.page_size].long()
+        slot = page * bias.page_size + slot % bias.page_size
+    return slot
 
 
 def _offsets(lengths: list[int], device: torch.device) -> Tensor:

@@ -58,7 +58,7 @@ def backward(**change: Any) -> Any:
     return passes._flash_attn_backward(**{**given, **change})
 
 
-LATENT = Z(1, 1, 2, 24)
+LATENT, LATENTS = Z(1, 1, 2, 24), Z(1, 4, 1, 24)
 X, H_K = Z(2, 4, 24, 8), Z(2, 2, 24, 8)
 SLOPES = torch.linspace(0.1, 0.8, 4)
 MASK = create_block_mask(lambda b, h, i, j: i >= j, None, None, 24, 24, device="cpu", BLOCK_SIZE=8)
@@ -100,10 +100,10 @@ def layered(mask: Any = None, T_q: int = 4, B: int = 1, **change: Any) -> Any:
     return attention_forward(layer(), *heads(T_q, 4, B), mask, **change)
 
 
-def latent(q: Any = LATENT, **change: Any) -> Any:
+def latent(q: Any = LATENT, cache: Any = LATENTS, **change: Any) -> Any:
     """Latents of 16 columns and 8 more in a page of 4 tokens, of which 3 are there."""
     lengths, table = torch.tensor([3], dtype=torch.int32), Z(1, 1).int()
-    return flash_mla_with_kvcache(q, Z(1, 4, 1, 24), table, lengths, 16, **change)
+    return flash_mla_with_kvcache(q, cache, table, lengths, 16, **change)
 
 
 def efficient(bias: Any = None, *, q: Any = Q, k: Any = Q, v: Any = Q, **change: Any) -> Any:

@@ -31,6 +31,7 @@ FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
         "in-place": "add_ is between the products",
         "asserts": "torch.compile cannot capture its forward at",
         "whole": "rounded to something else than 16, 32 or 64 bits",
+        "sorted": "the result of sort is no tensor",
         "kept": "attention weights are kept or returned by its forward",
         "in-place-late": "add_ is between the products",
         "returned": "attention weights have other uses than their product with values",

@@ -365,6 +365,8 @@ class SelfMade(nn.Module):
             weights = weights.nan_to_num(nan=1.0)
         if self.kind == "other-mask":
             weights = weights.masked_fill(ahead.roll(1, 0), 0)
+        if self.kind == "sorted":
+            weights = weights.sort(-1)[0]
         if self.kind == "kept":
             self.weights = weights
         if self.kind == "in-place-late":

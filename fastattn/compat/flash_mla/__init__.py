@@ -12,6 +12,7 @@ from ... import checks
 from ...cache.latent import view_of_records
 from ...cache.views import view_of_tensors
 from ...functional.decode import decode_attention
+from ..sdpa import LOWEST_BIAS
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -34,9 +35,10 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool = False,
     indices: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    *,
+    extra_k_cache: None = None,
+    extra_indices_in_kvcache: None = None,
     topk_length: Tensor | None = None,
-    **newer: Any,
+    extra_topk_length: None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from new tokens to paged latents, whose first columns are the values.
 
@@ -60,7 +62,7 @@ def flash_mla_with_kvcache(
             not supported with it.
         attn_sink: float [H_q], the score of one more key of value 0, not included in the lse.
         topk_length: int32 [B]: how many of a row's indices count, from their start.
-        newer (extra_k_cache, ...): not supported.
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: not supported.
 
     Returns:
         o [B, T_q, H_q, D_v] and lse, fp32 [B, H_q, T_q], natural log; 0 and -inf without a key.
@@ -69,7 +71,9 @@ def flash_mla_with_kvcache(
         NotImplementedError: an unsupported argument.
         TypeError, ValueError: shapes, dtypes or devices disagree.
     """
-    for name, x in newer.items():
+    names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    for name, x in zip(names, extra, strict=True):
         if x is not None:
             raise NotImplementedError(f"{name} is not supported by fastattn.compat.flash_mla")
     checks.check_input("q", q, "", "B T_q H_q D", q, {})
@@ -96,7 +100,7 @@ def flash_mla_with_kvcache(
     if attn_sink is not None:
         checks.check_input("attn_sink", attn_sink, "", "H_q", q, {"H_q": H_q})
         # The sink adds exp(sink) to the denominator exp(lse).
-        share = torch.sigmoid(lse - attn_sink.float()[:, None])
+        share = torch.sigmoid(lse.clamp(min=LOWEST_BIAS) - attn_sink.float()[:, None])
         o = (o * share.unsqueeze(-1)).to(o.dtype)
     o, lse = o.transpose(1, 2), lse.transpose(1, 2)  # of each row, or with indices of each token
     return o.reshape(B, T_q, H_q, D_v), lse.reshape(B, T_q, H_q).transpose(1, 2)
@@ -150,9 +154,10 @@ def _chosen(
     P, S = k_cache.shape[:2]
     sizes: checks.Sizes = {}
     checks.check_input("indices", indices, "integer", "B T_q n", indices, sizes)
-    if P > 1 and k_cache.stride(0) != S * k_cache.stride(1):
+    pitch, rest = divmod(k_cache.stride(0), max(k_cache.stride(1), 1)) if P > 1 else (S, 0)
+    if rest:
         raise ValueError(
-            f"k_cache must have pages that follow one another, got strides {k_cache.stride()}"
+            f"k_cache must have pages a whole number of slots apart, got strides {k_cache.stride()}"
         )
     n = indices.shape[2]
     named = (indices >= 0) & (indices < P * S)
@@ -162,4 +167,7 @@ def _chosen(
     # Those that name a latent in front.
     order = named.int().argsort(dim=-1, descending=True, stable=True)
     table = indices.gather(-1, order).flatten(0, 1)
-    return k_cache.flatten(0, 1).unsqueeze(1), table, named.sum(-1, dtype=torch.int32).flatten()
+    if pitch != S > 0:
+        table = table // S * pitch + table % S
+    slots = k_cache.as_strided(((P - 1) * pitch + S, *k_cache.shape[2:]), k_cache.stride()[1:])
+    return slots.unsqueeze(1), table, named.sum(-1, dtype=torch.int32).flatten()

@@ -5,7 +5,7 @@ current state.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ ATTRIBUTES = (_CALLS, REASON, UNSERVED, REFUSED, CAPTURES, PARTS)
 def _adapted_class(kind: Any, adapter: Adapter) -> Any:
     """Subclass of a module's class, with its name, whose forward calls the adapter first."""
 
+    @wraps(kind.forward)  # some callers read its signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         calls: Calls = getattr(self, _CALLS, None) or Calls()  # none, as another thread undoes it
         output = adapter(self, *args, **kwargs)

@@ -319,7 +319,7 @@ def _why_later(module: nn.Module) -> str | None:
     """Reason that a forward is not captured with all its parts' while they may serve, or None."""
     parts = vars(module).get(PARTS, ())
     if any(calls.served for calls in parts):
-        return "its parts use fastattn"
+        return "only its parts do"
     seen = not parts or any(calls.counted or calls.unseen for calls in parts)
     return None if seen else "its parts are tried first"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...functional.fused_attention import attention
 from ..calls import running
-from ..sdpa import bounded_bias
+from ..sdpa import LOWEST_BIAS, bounded_bias
 
 
 def fused(
@@ -62,7 +62,8 @@ def fused(
         else:
             o, lse = attention(q, k, v, return_lse=True, **options)
             z = (further[0] * further[1]).float().logsumexp(-1)
-            o = o * torch.sigmoid(lse - z.reshape(lse.shape)).unsqueeze(-1)
+            share = torch.sigmoid(lse.clamp(min=LOWEST_BIAS) - z.reshape(lse.shape))
+            o = o * share.unsqueeze(-1)
     return o.reshape(*(outer if viewed else batch), *o.shape[-2:]).to(dtype)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from ...modules.layer import AttentionLayer
 from ..calls import Calls
@@ -247,6 +247,9 @@ def _matches(
     if isinstance(module, torch.jit.ScriptModule):
         done._left[name] = "torch.jit has compiled it"
         return
+    graph = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+    if any(SDPA in str(node.target) for node in graph):
+        done._left[name] = f"its graph, from torch.fx or torch.export, has torch's {SDPA} itself"
     if hasattr(module, "set_attn_implementation") and not looks_up:
         looks_up = _swap_transformers(name, module, done)
     registered = looks_up is not None and looks_up(type(module))
@@ -264,6 +267,7 @@ def _matches(
 
 def _adapt(name: str, module: nn.Module, adapter: Adapter, way: str, done: Swap) -> None:
     if "forward" in vars(module):
+        done._left[name] = "a forward that was set on the object replaces that of its class"
         return
     done._ways[name] = way
     adapt(module, adapter, done.calls[name])

@@ -73,7 +73,8 @@ def words(node: fx.Node) -> str:
 def value(node: Any) -> Tensor:
     tensor = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     if not isinstance(tensor, Tensor):
-        raise Unmatched(f"{node} is no tensor")
+        what = f"the result of {words(node)}" if isinstance(node, fx.Node) else str(node)
+        raise Unmatched(f"{what} is no tensor")
     return tensor
 
 

@@ -29,7 +29,7 @@ from ...options import OPTIONS
 from ...position_tables import document_ids
 from ...tracing import in_forward_mode
 from ..patch import count_registered
-from ..sdpa import bounded_bias
+from ..sdpa import LOWEST_BIAS, bounded_bias
 from .continuous import NAME as NAME
 from .continuous import attend_paged
 from .lazy_mask import LazyMask, Rule
@@ -251,7 +251,7 @@ def _attend(
         return attend(query, key, value, **options).transpose(1, 2).contiguous(), None
     o, lse = attend(query, key, value, return_lse=True, **options)
     # A sink multiplies the denominator by 1 + exp(sinks - lse).
-    share = torch.sigmoid(lse[..., None] - sinks)
+    share = torch.sigmoid(lse[..., None].clamp(min=LOWEST_BIAS) - sinks)
     return (o * share).to(o.dtype).transpose(1, 2).contiguous(), share
 
 
