@@ -12,7 +12,7 @@ from ... import checks
 from ...cache.latent import view_of_records
 from ...cache.views import view_of_tensors
 from ...functional.decode import decode_attention
-from ..sdpa import LOWEST_BIAS
+from ...torch_backend.formula import with_column
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -99,9 +99,7 @@ def flash_mla_with_kvcache(
     o, lse = decode_attention(q.transpose(1, 2), view, causal=causal, scale=scale, return_lse=True)
     if attn_sink is not None:
         checks.check_input("attn_sink", attn_sink, "", "H_q", q, {"H_q": H_q})
-        # The sink adds exp(sink) to the denominator exp(lse).
-        share = torch.sigmoid(lse.clamp(min=LOWEST_BIAS) - attn_sink.float()[:, None])
-        o = (o * share.unsqueeze(-1)).to(o.dtype)
+        o, _ = with_column(o, lse, attn_sink)
     o, lse = o.transpose(1, 2), lse.transpose(1, 2)  # of each row, or with indices of each token
     return o.reshape(B, T_q, H_q, D_v), lse.reshape(B, T_q, H_q).transpose(1, 2)
 
