@@ -69,10 +69,9 @@ def decode_rows(
     offsets = torch.arange(0, (B + 1) * T_q, T_q, device=q.device)
     packed = q.transpose(1, 2).reshape(B * T_q, H_q, -1)
     results = attend(packed, view, offsets, None, options, return_lse=return_lse)
-    o, *lse = results if return_lse else (results,)
-    of_rows = (x.view(H_q, B, T_q).transpose(0, 1) for x in lse)
+    o, lse = results if isinstance(results, tuple) else (results, None)
     o = o.view(B, T_q, H_q, -1).transpose(1, 2)
-    return (o, *of_rows) if return_lse else o
+    return o if lse is None else (o, lse.view(H_q, B, T_q).transpose(0, 1))
 
 
 def _together(
