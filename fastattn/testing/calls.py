@@ -157,15 +157,15 @@ def _weighted(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Made:
 
 
 def _additive(draw: Draw, q: Tensor, k: Tensor, v: Tensor) -> Made:
-    projected = draw.chance(0.3)
-    hidden = q.shape[3] if projected else draw.choice(1, 3, 4)
+    size = draw.choice(1, 3, None, 4)  # None: of projected rows
+    hidden = size or q.shape[3]
 
     def weight(x: Tensor) -> Tensor:
         shape = draw.choice((hidden, x.shape[3]), (x.shape[1], hidden, x.shape[3]))
         return (draw.normal(*shape) / x.shape[3] ** 0.5).to(x)
 
     u = draw.normal(*draw.choice((hidden,), (q.shape[1], hidden))).to(q)
-    weights = {} if projected else {"w_query": weight(q), "w_key": weight(k)}
+    weights = {"w_query": weight(q), "w_key": weight(k)} if size else {}
     return made(q, k, v, u=u, **weights)
 
 

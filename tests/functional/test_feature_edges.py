@@ -215,8 +215,9 @@ def parts(result: Any) -> Iterator[torch.Tensor]:
             yield from parts(part)
 
 
+# additive_attention has no kernel, and BLAS other bits for other strides.
 @on_memory_with_holes
-@pytest.mark.parametrize("name", calls("cpu"))
+@pytest.mark.parametrize("name", [name for name in calls("cpu") if name != "additive_attention"])
 def test_every_call_with_offsets_past_two_to_the_31(name: str) -> None:
     function, tensors = calls("cpu")[name]
     spread = {name: far(x) for name, x in tensors.items()}
