@@ -9,6 +9,7 @@ import triton.language as tl
 from machine_code import loops
 from nightly import gate_cases
 
+from fastattn.testing.compiling import cross_compile
 from fastattn.testing.compiling.compile_pool import CompilePool
 from fastattn.testing.compiling.cross_compile import TARGETS, compiling_for, count_compilations
 from fastattn.testing.compiling.kept import kept
@@ -78,6 +79,12 @@ def test_spills_are_seen(compile_pool: CompilePool, target: str, M: int) -> None
     )
     assert facts.spills
     assert facts.spill_store_bytes > 0 and facts.spill_load_bytes > 0
+
+
+def test_amd_s_registers_are_those_of_the_largest_function() -> None:
+    text = ".vgpr_count: 96\n.vgpr_spill_count: 3\n.vgpr_count: 12\n.vgpr_spill_count: 0\n"
+    report = cross_compile._amd_report(text)
+    assert (report.registers, report.spill_store_bytes) == (96, 12)
 
 
 def test_too_much_shared_memory_is_reported(compile_pool: CompilePool) -> None:

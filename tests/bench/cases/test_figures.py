@@ -82,3 +82,5 @@ def test_classes_of_kernels_name_what_they_are_compiled_for():
     window = replace(PLAIN, dtype="float16", window=(3, 0), option="softcap")
     assert window.kernels == ("forward D 16 float16 softcap window",)
     assert cases.decode(1, 64, cache="latent").kernels == ("decode D 576 bfloat16 latent",)
+    sides = [cases.masked("forward", 64, x).padding_side for x in ("lengths", "padding")]
+    assert sides == ["right", "left"]
