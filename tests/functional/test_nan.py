@@ -29,6 +29,11 @@ def test_torch_s_kernel_has_nan_of_few_keys(dtype, T_q, T_k, device):
     for mask in ({}, {"positions": places}, {"causal": True, "query_offset": 0}):
         o = attention(q, k, v, backend="torch", **mask)
         assert torch.equal(o.isnan(), q.isnan().any(-1, keepdim=True).expand_as(o)), mask
+    lengths = torch.tensor([T_k, 0], device=device)  # of rows without keys, which are 0
+    for how in ({}, {"return_lse": True}):
+        o = attention(q, k, v, key_lengths=lengths, backend="torch", **how)
+        o = o[0] if how else o
+        assert o[0, 1].isnan().all() and not o[1].any()
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
