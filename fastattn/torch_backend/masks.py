@@ -252,12 +252,8 @@ class AddedScores(NamedTuple):
         return exists.logical_not().view(-1, 1, 1, self.T_k)
 
     def leaves_all(self, options: Options) -> bool:
-        """Whether scores are as without masks and biases, whatever tensors hold."""
-        if self.padded or self.chosen or self.biased:
-            return False
-        return options.band == (None, None) or (
-            options.placing is not None and sees_all(options, self.T_q, self.T_k)
-        )
+        """Whether scores are as without masks and biases, wherever queries and keys stand."""
+        return options.band == (None, None) and not (self.padded or self.chosen or self.biased)
 
     def is_complete(self, options: Options) -> bool:
         """Whether masks are by numbers alone, leave each query a key, and hide no bias."""

@@ -74,11 +74,12 @@ def bind(
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     lower, T_k = causal and options.left is None, k.shape[2]
     skips = causal and fits and T_k > _KEYS_AT_ONCE
-    added = masks.added_scores(q, T_k, options, first_row, lasting=on_host, is_causal=skips)
-    bare = (options.plain and lower) or added.leaves_all(options)
-    if bare and summed:
-        return partial(_with_lse, added=None, is_causal=lower, **how)
-    if bare:
+    added = None
+    if not (options.plain and (lower or masks.sees_all(options, q.shape[2], T_k))):
+        added = masks.added_scores(q, T_k, options, first_row, lasting=on_host, is_causal=skips)
+    if added is None or added.leaves_all(options):
+        if summed:
+            return partial(_with_lse, added=None, is_causal=lower, **how)
         wide = tracing.always(T_k >= cpu_kernel.WIDEST_VECTOR)
         # ONNX's operators pass NaN on.
         for_onnx = not on_host and torch.onnx.is_in_onnx_export()

@@ -71,9 +71,12 @@ def flash_mla_with_kvcache(
         NotImplementedError: an unsupported argument.
         TypeError, ValueError: shapes, dtypes or devices disagree.
     """
-    names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    for name, x in zip(names, extra, strict=True):
+    extra = {
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "extra_topk_length": extra_topk_length,
+    }
+    for name, x in extra.items():
         if x is not None:
             raise NotImplementedError(f"{name} is not supported by fastattn.compat.flash_mla")
     checks.check_input("q", q, "", "B T_q H_q D", q, {})
