@@ -132,7 +132,8 @@ def explain_context(
     """
     ranks = Ranks.of(mesh)
     checks.check_tensors(q, k, v)
-    arguments = _checked_options(q, k, v, ranks, plan, dict(options))
+    q, k, v, arguments = inputs.autocast(q, k, v, dict(options))
+    arguments = _checked_options(q, k, v, ranks, plan, arguments)
     return explanation(q, k, ranks, plan, arguments, method)
 
 

@@ -52,13 +52,12 @@ class Hops(NamedTuple):
 class Bounds(NamedTuple):
     """First and last key [T] that each query may see in any batch row, by position.
 
-    Without visible keys, the first is after the last. keep_first: number of first keys that are
-    also visible, unless documents hide them.
+    Without visible keys, the first is after the last. kept: the last one of keep_first.
     """
 
     first: Tensor
     last: Tensor
-    keep_first: int = 0
+    kept: Tensor | None
 
 
 def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bounds:
@@ -71,10 +70,14 @@ def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bo
     right = None if options.get("stride") is not None and not causal else right
     first = torch.zeros_like(at) if left is None else (at - left).clamp(min=0)
     last = torch.full_like(at, T - 1) if right is None else (at + right).clamp(max=T - 1)
+    kept = None
+    if keep_first := options.get("keep_first", 0):
+        kept = at.clamp(max=keep_first - 1) if causal else torch.full_like(at, keep_first - 1)
     if documents is not None:
         first = torch.maximum(first, documents.first)
         last = torch.minimum(last, documents.last)
-    return Bounds(first, last, 0 if left is None else options.get("keep_first", 0))
+        kept = None if kept is None else torch.minimum(kept, documents.last)
+    return Bounds(first, last, kept)
 
 
 class Documents:
@@ -149,12 +152,9 @@ class Needs:
         first = torch.full_like(self._starts, T).scatter_reduce(0, piece, limits.first, "amin")
         last = torch.full_like(self._starts, -1).scatter_reduce(0, piece, limits.last, "amax")
         self._needed = self._marked(first, last)
-        if limits.keep_first:
-            # Documents, already in the bounds, may hide these keys too, which is ignored.
-            some = first <= last
-            end = torch.minimum(last, torch.full_like(last, limits.keep_first - 1))
-            zero = torch.zeros_like(first).masked_fill(~some, T)
-            self._needed |= self._marked(zero, end)
+        if limits.kept is not None:
+            kept = torch.full_like(self._starts, -1).scatter_reduce(0, piece, limits.kept, "amax")
+            self._needed |= self._marked(torch.zeros_like(first), kept)
 
     def _marked(self, first: Tensor, last: Tensor) -> Tensor:
         """[ranks, pieces]: whether a rank's queries see a piece's keys."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
@@ -83,9 +84,8 @@ def own_tokens(x: Tensor, dim: int, plan: ContextPlan, rank: int) -> Tensor:
 
 def padded(x: Tensor, dim: int, length: int, value: float = 0.0) -> Tensor:
     """x padded at the end of dim to a length."""
-    shape = list(x.shape)
-    shape[dim] = length - x.shape[dim]
-    return torch.cat((x, x.new_full(shape, value)), dim) if shape[dim] else x
+    sides = (0, 0) * ((-1 - dim) % x.dim()) + (0, length - x.shape[dim])
+    return F.pad(x, sides, value=value) if sides[-1] else x
 
 
 def _check_length(x: Tensor, dim: int, length: int, of: str) -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -74,6 +75,7 @@ def make_qkv(
 @contextmanager
 def nan_filled_empty() -> Iterator[None]:
     """Fill uninitialised floating-point memory with NaN, to reveal unwritten outputs."""
+    _device_constructors()  # a default device knows them by identity: cached before they change
     with ExitStack() as stack:
         for owner, name in (
             (torch, "empty"),

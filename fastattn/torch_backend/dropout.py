@@ -103,7 +103,7 @@ def _kept(shape: Sequence[int], seed: Any, counter: Sequence[Tensor], least: int
     if dim is None or math.prod(shape) <= _AT_ONCE:
         words = philox((seed[0] & _WORD, seed[0] >> 32 & _WORD), (*counter, seed[1]))
         return torch.stack([word >= least for word in words], -1)
-    kept = torch.empty((*shape, 4), dtype=torch.bool)
+    kept = torch.empty((*shape, 4), dtype=torch.bool, device=counter[0].device)
     halves = [x.tensor_split(2, dim) if x.shape[dim] > 1 else (x, x) for x in (kept, *counter)]
     for part, *of_part in zip(*halves, strict=True):
         part.copy_(_kept(part.shape[:-1], seed, of_part, least))

@@ -69,6 +69,7 @@ def _setting(case: Case) -> Iterator[None]:
         if "chunks" in case.traits:
             limit = case.random("chunks").integer(1, 4) * case.B * case.H_q * case.T_k
             chunks = [(statistics, "_SCORES"), (additive, "_HIDDEN"), (selected, "_AT_ONCE")]
+            stack.enter_context(mock.patch.object(dropout, "_AT_ONCE", limit // 8))
             if "dropout" not in case.options or "dropout_seed" in case.options:
                 # The oracle knows what torch draws at once.
                 chunks += [(torch_attention, x) for x in ("_MOST", "_AT_ONCE", "_WITH_TANGENTS")]
