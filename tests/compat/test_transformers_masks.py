@@ -73,6 +73,26 @@ def test_a_traced_call_lets_no_mask_fall_that_hides(monkeypatch):
         assert mask is None or torch.equal(mask, expected)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_masks_under_vmap_are_not_read(device):
+    """Gradients of each sample; one has padding, and one two sequences."""
+    model = decoder("mistral-window", device)
+    model.set_attn_implementation("fastattn")
+    weights, ids = dict(model.named_parameters()), tokens(2, 9, device)
+    seen = torch.tensor([[0] * 3 + [1] * 6, [1] * 4 + [2] * 5], device=device)
+
+    def loss(weights, ids, mask):
+        inputs = {"attention_mask": mask[None], "use_cache": False}
+        out = torch.func.functional_call(model, weights, (ids[None],), inputs)
+        return (out.logits[0] * (mask != 0)[:, None]).square().sum()
+
+    of_sample = torch.func.grad(loss)
+    each = torch.func.vmap(of_sample, (None, 0, 0))(weights, ids, seen)
+    for n in range(2):
+        alone = of_sample(weights, ids[n], seen[n])
+        torch.testing.assert_close({name: x[n] for name, x in each.items()}, alone)
+
+
 def test_other_mask_functions_are_translated_or_computed(monkeypatch):
     """Kernels get the function, torch its entries."""
     ids, padding = torch.tensor([[0, 1, 1, 0, 1], [2, 2, 0, 0, 2]]), torch.ones(2, 5).bool()

@@ -15,6 +15,7 @@ from ...block_mask import BlockMask
 from ...ops import spread
 from .lazy_mask import LazyMask, Rule
 from .models import takes_rules
+from .packing import is_unread
 
 
 def attention_mask(
@@ -66,7 +67,6 @@ def attention_mask(
         prepare_padding_mask,
         sdpa_mask,
     )  # fmt: skip
-    from transformers.utils.import_utils import is_tracing
 
     if mask_function is None:
         mask_function = causal_mask_function
@@ -99,7 +99,7 @@ def attention_mask(
     one_step = q_length == 1 and (isinstance(q_offset, Tensor) or not skips)
     if one_step or use_vmap:
         return entries()
-    if is_tracing():
+    if is_unread(attention_mask):
         # A config may change which way a family looks: its layers need not have heard of that.
         turned = getattr(config, "use_bidirectional_attention", None)
         turned = turned or getattr(config, "is_causal", None) is False

@@ -35,9 +35,18 @@ def read_sequences() -> None:
         masking_utils._preprocess_mask_arguments = _reading(before)
 
 
-def _reading(before: Any) -> Any:
+def is_unread(x: Tensor | None) -> bool:
+    """Whether values of x cannot be read: in traced calls, captured CUDA graphs and under vmap."""
     from transformers.utils.import_utils import is_tracing
 
+    functorch = torch._C._functorch
+    unread = bool(is_tracing(x))
+    while not unread and x is not None and functorch.is_functorch_wrapped_tensor(x):
+        unread, x = functorch.is_batchedtensor(x), functorch.get_unwrapped(x)
+    return unread
+
+
+def _reading(before: Any) -> Any:
     names = tuple(signature(before).parameters)
 
     # Some families call it by keywords.
@@ -57,7 +66,7 @@ def _reading(before: Any) -> Any:
         position_ids = given["position_ids"]
         if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
             positions = position_ids.expand(given["inputs_embeds"].shape[0], -1)
-            if found is None or is_tracing(positions):
+            if found is None or is_unread(positions):
                 mask, found = _split(mask, positions, *extents), None
         return done, mask, found, *extents
 
@@ -74,10 +83,8 @@ _CARRYING = {
 
 def _refuse_carried(config: Any, mask: Tensor) -> None:
     """Refuse numbers of sequences in a model with layers that do not separate them."""
-    from transformers.utils.import_utils import is_tracing
-
     kinds = sorted(_CARRYING.intersection(getattr(config, "layer_types", None) or ()))
-    if kinds and mask.dtype != torch.bool and not is_tracing(mask):
+    if kinds and mask.dtype != torch.bool and not is_unread(mask):
         raise ValueError(
             f"attention_mask numbers sequences up to {int(mask.max())}, and layers of "
             f"{', '.join(kinds)} do not keep them apart: give each sequence a row of its own"
@@ -89,16 +96,13 @@ def sequence_numbers(
 ) -> Tensor:
     """A mask [B, n] of numbers: as bool if they are 0 and 1, else as integers, 0 = padding.
 
-    Integers also where values cannot be read, as in traced calls. For a single query, bool: the
-    keys of its own number.
+    Integers also where values cannot be read. For a single query, bool: the keys of its own number.
 
     of_keys: the queries have their own sequence; numbers above 1 raise.
 
     Raises:
         ValueError: a number is negative, or neither 0 nor 1 in a mask of floats or of keys alone.
     """
-    from transformers.utils.import_utils import is_tracing
-
     if mask.dim() != 2:
         raise ValueError(f"attention_mask must have 2 or 4 dims, got {list(mask.shape)}")
     if mask.dtype == torch.bool:
@@ -107,7 +111,7 @@ def sequence_numbers(
     if q_length == 1 and numbered:
         own = _columns(mask, q_offset, 1)
         return real & ((mask == own) | (own == 0))
-    if is_tracing(mask):
+    if is_unread(mask):
         return mask if numbered else real
     wrong = (mask < 0) if numbered else (real & (mask != 1))
     above, refused = torch.stack([(mask > 1).any(), wrong.any()]).tolist()
@@ -126,14 +130,12 @@ def _split(
 
     offset, first: positions of the first query and of the first key.
     """
-    from transformers.utils.import_utils import is_tracing
-
     if T_q == 1 or position_ids.shape[1] != T_q:
         return mask
     runs = restarts(position_ids, None if mask is None else _columns(mask, offset, T_q) != 0)
     if runs is None:
         return mask
-    if not is_tracing(position_ids) and int(offset) != 0:
+    if not is_unread(runs) and int(offset) != 0:
         raise ValueError(_BEHIND_CACHE)
     n = first + T_k if mask is None else mask.shape[1]
     _check_columns(n, first + T_k)
@@ -183,12 +185,10 @@ def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
 
     A run begins where a position falls, unless it follows that of padding, as `generate` counts on
     behind padding; or where it is the row's least again, unless all are equal. None is not returned
-    where values cannot be read: in traced calls and in captured CUDA graphs.
+    where values cannot be read.
 
     visible: bool [B, T], False = padding, whose positions do not count; None: all are visible.
     """
-    from transformers.utils.import_utils import is_tracing
-
     order = torch.arange(position_ids.shape[1], device=position_ids.device)[None]
     if visible is None:
         visible = torch.ones_like(position_ids, dtype=torch.bool)
@@ -200,7 +200,7 @@ def restarts(position_ids: Tensor, visible: Tensor | None) -> Tensor | None:
     least = position.amin(dim=1, keepdim=True)
     again = (position == least) & (position.amax(dim=1, keepdim=True) > least)
     begins = visible & (order > first) & (falls | again)
-    if not is_tracing(position_ids) and not bool(begins.any()):
+    if not is_unread(begins) and not bool(begins.any()):
         return None
     return begins.cumsum(dim=1)
 
@@ -229,8 +229,6 @@ def by_positions(
         ValueError: positions start anew in a call with cached tokens, or the mask was made from one
             with more columns than tokens.
     """
-    from transformers.utils.import_utils import is_tracing
-
     T_q, T_k = query.shape[2], key.shape[2]
     if position_ids is None or position_ids.dim() != 2 or T_q == 1:
         return rule
@@ -249,7 +247,7 @@ def by_positions(
     )
     found = rule
     if runs is not None:
-        if not is_tracing(position_ids):
+        if not is_unread(runs):
             if isinstance(mask, LazyMask):
                 _check_columns(mask.columns, T_k)
             if int(rule.query_offset) != 0:
