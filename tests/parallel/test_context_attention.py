@@ -1,33 +1,46 @@
-"""Generated calls of a sequence that is spread over ranks have one device's results, by any method.
+"""Generated calls over ranks give one device's results: of a sequence, by any method, or a cache.
 
 Every option meets every method; FASTATTN_FUZZ_SEED draws other calls.
 """
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from fuzz.cases import DERIVED, TAKES, Case, drawn, legal
+from fuzz.cases import DERIVED, ORDERS, TAKES, Case, drawn, legal
 from fuzz.judges import check
-from fuzz.values import VALUES
+from fuzz.tensors import inputs
+from fuzz.values import VALUES, drawn_options
 from gloo_ranks import run_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fastattn.parallel import ContextPlan, context_attention, explain_context, shard, unshard
+from fastattn.parallel import (
+    ContextPlan,
+    context_attention,
+    decode_attention,
+    explain_context,
+    shard,
+    unshard,
+)
 from fastattn.parallel.choose import METHODS
 from fastattn.parallel.context_parallel_attention import _REFUSED
+from fastattn.parallel.decode import REFUSED
 from fastattn.parallel.plan import BALANCES
 from fastattn.score_checks import COUNTING
 from fastattn.testing.calls import CALLS, Draw
+from fastattn.testing.decoding import KINDS, assert_decoded, fill
 
 FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
 NAMES = sorted(TAKES["attention"] - _REFUSED.keys())
+DECODING = sorted(TAKES["decode_attention"] - REFUSED.keys())
 # By ranks, of so many each seed is taken.
 EVERY = {2: 1, 4: 3}
 # Options that are sharded, with the dim of their tokens.
@@ -59,6 +72,14 @@ def case_of(seed: int, ranks: int) -> Case:
     return legal(
         replace(like, call="attention", T_q=T, T_k=T, options=options, traits=traits, **sizes)
     )
+
+
+def decoding_of(seed: int) -> Case:
+    """A step over a cache with an option that its seed names."""
+    name, like = DECODING[seed % len(DECODING)], drawn(seed, "torch")
+    options = (name, *(x for x in like.options if x in DECODING and x != name))
+    sizes = {"B": max(1, like.B), "T_q": max(1, like.T_q), "T_k": max(1, like.T_k)}
+    return legal(replace(like, call="decode_attention", options=options, **sizes))
 
 
 def documents_of(s: Any, draw: Draw) -> Tensor:
@@ -94,27 +115,55 @@ def spread(case: Case, mesh: DeviceMesh) -> Callable[..., Any]:
     return attention
 
 
+def decode(case: Case) -> None:
+    """Judge a step over a cache of any kind whose keys the ranks share, page by page."""
+    draw, group = case.random("pages"), dist.group.WORLD
+    page, T_q = draw.choice(1, 2, 3, 5, 16), min(case.T_q, draw.choice(1, 1, 2, 3))
+    kind = draw.choice(*(x for x, how in KINDS.items() if not {"window", "starts"} & how.keys()))
+    case = replace(case, T_q=T_q)
+    q, k, v = inputs(case)
+    lengths = torch.tensor([draw.integer(0, case.T_k) for _ in range(case.B)], dtype=torch.int32)
+    places = torch.arange(case.T_k)
+    mine = places // page % dist.get_world_size() == dist.get_rank()
+    counts = (mine & (places < lengths[:, None])).sum(1, dtype=torch.int32)
+    options = drawn_options(case, case.B)
+    own = {
+        name: x[..., : case.T_k][..., mine] if name in DIMS and x.shape[-1] > 1 else x
+        for name, x in options.items()
+    }
+    cache = fill(kind, k[:, :, mine], v[:, :, mine], counts).view
+    o, lse = decode_attention(q, cache, group=group, page=page, return_lse=True, **own)
+    assert_decoded((o, lse), q, fill(kind, k, v, lengths), orders=ORDERS, **options)
+    first = o.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(first, o), "ranks differ"
+
+
+def judge(seed: int, meshes: dict[str, list[DeviceMesh]]) -> None:
+    """Judge the sequence and the cache of a seed, on this rank."""
+    case = case_of(seed, dist.get_world_size())
+    mesh = meshes["usp" if method_of(seed) == "usp" else ""][seed % 2]
+    call = CALLS["attention"]._replace(function=spread(case, mesh))
+    ours = mock.patch.dict(CALLS, attention=call)
+    with ours, mock.patch.dict(VALUES, documents=documents_of):
+        check(case)
+    decode(decoding_of(seed))
+
+
 def wrong_calls(seeds: list[int]) -> list[str]:
-    """The calls of these seeds with a result that is wrong on this rank."""
+    """What is wrong on this rank with the calls of these seeds."""
     ranks = dist.get_world_size()
     line = init_device_mesh("cpu", (ranks,))
     squares = [init_device_mesh("cpu", (n, ranks // n)) for n in (2, 1)]
     wrong = []
     for seed in seeds:
-        case = case_of(seed, ranks)
-        mesh = squares[seed % 2] if method_of(seed) == "usp" else line
-        call = CALLS["attention"]._replace(function=spread(case, mesh))
-        with (
-            mock.patch.dict(VALUES, documents=documents_of),
-            mock.patch.dict(CALLS, attention=call),
-        ):
-            try:
-                check(case)
-            except AssertionError as error:
-                wrong.append(f"{method_of(seed)}: {error}\n{case}")
-            except Exception:
-                sys.stderr.write(f"{method_of(seed)} on rank {dist.get_rank()}: {case}\n")
-                raise
+        try:
+            judge(seed, {"": [line, line], "usp": squares})
+        except AssertionError:
+            wrong.append(f"seed {seed}: {traceback.format_exc()}")
+        except Exception:
+            sys.stderr.write(f"seed {seed} on rank {dist.get_rank()}\n")
+            raise
     return wrong
 
 

@@ -44,6 +44,7 @@ WAYS: dict[str, tuple[str, dict[str, Any], Hops]] = {
     "ahead": ("contiguous", {"window": (0, 9)}, Hops(0, 1)),
     "both-sides": ("contiguous", {"window": (40, 9)}, Hops(3, 1)),
     "first": ("contiguous", {"causal": True, "window": 14, "keep_first": 3}, Hops(FAR, 0)),
+    "first-ahead": ("contiguous", {"window": (14, 0), "keep_first": 30}, Hops(FAR, 0)),
     "stride": ("contiguous", {"causal": True, "window": 14, "stride": 40}, Hops(FAR, 0)),
     "prefix": ("contiguous", {"causal": True, "prefix_lengths": 40}, Hops(FAR, 0)),
     "zigzag": ("zigzag", {"causal": True}, Hops(FAR, 0)),

@@ -12,8 +12,7 @@ import triton.language as tl
 from gloo_ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from fastattn import KVCache, reference
-from fastattn.options import OPTIONS
+from fastattn import reference
 from fastattn.parallel import (
     ContextPlan,
     context_attention,
@@ -24,6 +23,7 @@ from fastattn.parallel import (
     shard,
     unshard,
 )
+from fastattn.parallel.decode import REFUSED as UNSERVED
 from fastattn.parallel.ranks import Ranks, replicated
 from fastattn.testing import assert_within_budget, make_qkv, worst_naive
 from fastattn.testing.inputs import draw
@@ -37,7 +37,6 @@ def world() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     results = {"shards": shards(mesh), "bits": same_bits(mesh), "order": orders(mesh)}
     results["refusals"] = {name: refusal(call, mesh) for name, (call, _) in REFUSED.items()}
-    results["decoded"] = {name: decoded(name) for name in DECODED}
     results["twice"] = {method: twice(mesh, method) for method in METHODS}
     results["shares"] = sum_of_shares(mesh)
     results["tables twice"] = refusal(tables_twice, mesh)
@@ -147,40 +146,6 @@ def orders(mesh: Any) -> dict[str, list[str]]:
             o.sum().backward()
             results[f"{method} backward"] = events.copy()
     return results
-
-
-# Of a call over a cache in pages of 1 or 3: new tokens, and options.
-LENGTHS = torch.tensor([37, 1])
-DECODED: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "one token": (1, 1, {}),
-    "three tokens": (3, 3, {}),
-    "not causal": (3, 1, {"causal": False, "softcap": 2.0}),
-    "sinks": (1, 3, {"sinks": draw(4)}),
-    "window": (3, 3, {"window": 9, "keep_first": 4, "attn_mask": draw(4, 1, 37) > -1}),
-    "stride": (1, 1, {"window": 3, "stride": 5}),
-    "alibi": (1, 3, {"alibi_slopes": draw(4).abs(), "attn_bias": draw(4, 1, 37)}),
-    "relative bias": (3, 1, {"relative_bias": draw(4, 17), "scale": 0.4}),
-}
-DECODING = [name for name, row in OPTIONS.items() if "decode_attention" in row.calls]
-DEFAULTS = {name: OPTIONS[name].default for name in DECODING} | {"causal": True}
-
-
-def decode_inputs(T_q: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = make_qkv(B=2, T_q=T_q, T_k=37, D=16, requires_grad=False)
-    return q, k, v
-
-
-def decoded(name: str) -> list[Any]:
-    """o and lse over a cache that the ranks share."""
-    T_q, page, options = DECODED[name]
-    q, k, v = decode_inputs(T_q)
-    mine = torch.arange(37) // page % 2 == dist.get_rank()
-    cache = KVCache(2, 2, 24, 16)
-    own = torch.stack([mine[:n].sum() for n in LENGTHS.tolist()])
-    cache.append(k[:, :, mine], v[:, :, mine], own.int())
-    of_keys = {name: x[..., mine] for name, x in options.items() if name.startswith("attn_")}
-    how = {"group": dist.group.WORLD, "page": page, "return_lse": True, **DEFAULTS}
-    return [x.numpy() for x in decode_attention(q, cache, **(how | options | of_keys))]
 
 
 def of_second_order(attend: Callable[..., Any]) -> list[torch.Tensor]:
@@ -410,29 +375,9 @@ def test_ulysses_and_shards_are_differentiable_twice(ranks):
             assert_within_budget(name, torch.from_numpy(x), *both)
 
 
-@pytest.mark.parametrize("name", [*DECODING, "windw"])
-def test_a_cache_over_ranks_serves_an_option_or_refuses_it_by_name(name):
+@pytest.mark.parametrize("name", [*UNSERVED, "windw"])
+def test_a_cache_over_ranks_refuses_an_option_by_name(name):
     """An option that goes by positions would count those of one rank's cache."""
-    if name in {key for _, _, options in DECODED.values() for key in options}:
-        return
     refusal = rf"decode_attention over ranks (does not support {name}: |got .* argument '{name}')"
     with pytest.raises(TypeError, match=refusal):
         decode_attention(torch.ones(1), None, group=None, **{name: 1})
-
-
-@pytest.mark.parametrize("name", DECODED)
-def test_a_cache_over_ranks_is_that_of_one(ranks, name):
-    T_q, _, options = DECODED[name]
-    inputs = decode_inputs(T_q)
-    lengths = {"key_lengths": LENGTHS, "query_offset": LENGTHS - T_q}
-
-    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        every = {"causal": True, **options, **lengths}
-        return reference.attention(*tensors, **every, return_lse=True)
-
-    exact = run(*(x.double() for x in inputs))
-    naive = worst_naive(exact, lambda: run(*inputs))
-    for n, what in enumerate(("o", "lse")):
-        first, second = (torch.from_numpy(rank["decoded"][name][n]) for rank in ranks)
-        assert torch.equal(first, second)
-        assert_within_budget(what, first, exact[n], naive[n])
