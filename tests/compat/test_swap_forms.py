@@ -25,6 +25,8 @@ FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
         "other-dim": "along another dim than that of the softmax",
         "no-grad": "gradients or autocast are switched between the products",
         "negative": "scores are multiplied by -0.3",
+        "vector": "scores are changed by a product with a vector",
+        "values": "attention weights are changed by a product with a vector",
         "gate": "attention weights are changed by multiplication",
         "blind": "attention weights are changed by nan_to_num",
         "other-mask": "weights are set to 0 by another mask than that of the scores",

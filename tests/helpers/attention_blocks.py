@@ -365,6 +365,10 @@ class SelfMade(nn.Module):
             weights = weights.nan_to_num(nan=1.0)
         if self.kind == "other-mask":
             weights = weights.masked_fill(ahead.roll(1, 0), 0)
+        if self.kind == "vector":
+            return (x @ x[0, 0]).softmax(-1) @ x[0]
+        if self.kind == "values":
+            return weights @ v[0, 0, :, 0]
         if self.kind == "sorted":
             weights = weights.sort(-1)[0]
         if self.kind == "kept":

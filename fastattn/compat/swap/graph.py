@@ -60,6 +60,9 @@ def _in_one_form(graph: fx.Graph) -> None:
         if node.op == "call_method" and name in ("type_as", "to") and isinstance(like, Tensor):
             node.target, rest = "to", node.args[2:]
             node.args = (node.args[0], like.device, like.dtype, *rest)
+        elif node.op == "call_method" and name == "where" and len(node.args) == 3:
+            node.op, node.target = "call_function", torch.where
+            node.args = (node.args[1], node.args[0], node.args[2])
         elif node.op == "call_method" and name in _NEW and isinstance(node.args[0], fx.Node):
             like = value(node.args[0])
             node.op, node.target = "call_function", _NEW[name]

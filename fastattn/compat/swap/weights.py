@@ -28,6 +28,7 @@ def product_of_weights(softmax: fx.Node, match: Match) -> tuple[fx.Node, fx.Node
     while True:
         user = _only_user(node, match)
         name = operation(user).removesuffix("_")
+        plain = name in CASTS or (name == "nan_to_num" and not argument(user, 1, "nan"))
         if name in ("matmul", "einsum"):
             return user, node, order
         if (dims := order_of(user)) is not None:
@@ -38,14 +39,10 @@ def product_of_weights(softmax: fx.Node, match: Match) -> tuple[fx.Node, fx.Node
             order = [*range(rank - 2), *((rank - 1, rank - 2) if swapped else (rank - 2, rank - 1))]
         elif name == "dropout" and user.args[0] is node:
             _drop(user, match)
-        elif not ((name in CASTS or _fills_with_zero(name, user)) and user.args[0] is node):
+        elif not (plain and user.args[0] is node):
             _zero(node, user, name, order, match)
         match.chain.append(user)
         node = user
-
-
-def _fills_with_zero(name: str, node: fx.Node) -> bool:
-    return name == "nan_to_num" and not argument(node, 1, "nan")
 
 
 def _only_user(node: fx.Node, match: Match) -> fx.Node:
@@ -98,8 +95,6 @@ def _zero(node: fx.Node, user: fx.Node, name: str, order: list[int], match: Matc
         fill = argument(user, 2, "value")
     elif name == "where":
         condition, chosen, other = user.args
-        if user.op == "call_method":
-            condition, chosen = chosen, condition
         kept = chosen is node
         mask, fill = condition, other if kept else chosen
     elif name == "mul":
