@@ -307,6 +307,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
     ],
     "two": lambda q, k, v, s, m: (v[0, 0].T @ (q[0, 0] @ k[0, 0].T).softmax(-1).t()).T.expand_as(v),
     "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
+    "sink-shared": lambda q, k, v, s, m: _sunk(q[:1] @ k[:1].mT, v, first=False),
     "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
     "one-batch": lambda q, k, v, s, m: _in_one_batch(q, k, v),
     "out-of-autocast": lambda q, k, v, s, m: _out_of_autocast(q, k, v),
