@@ -27,6 +27,8 @@ FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
         "negative": "scores are multiplied by -0.3",
         "vector": "scores are changed by a product with a vector",
         "values": "attention weights are changed by a product with a vector",
+        "turned": "scores are both permuted and viewed",
+        "shared": "values are broadcast to weights that are viewed",
         "gate": "attention weights are changed by multiplication",
         "blind": "attention weights are changed by nan_to_num",
         "other-mask": "weights are set to 0 by another mask than that of the scores",

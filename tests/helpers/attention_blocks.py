@@ -306,6 +306,7 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         :, 0
     ],
     "two": lambda q, k, v, s, m: (v[0, 0].T @ (q[0, 0] @ k[0, 0].T).softmax(-1).t()).T.expand_as(v),
+    "more-values": lambda q, k, v, s, m: (q[0] @ k[0].mT + 1.0 * m).softmax(-1) @ v,
     "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
     "sink-shared": lambda q, k, v, s, m: _sunk(q[:1] @ k[:1].mT, v, first=False),
     "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
@@ -358,6 +359,11 @@ class SelfMade(nn.Module):
             scores = scores + bias[:, None]
         if self.kind == "in-place":
             bias[1:].add_(1)
+        if self.kind in ("turned", "shared"):
+            weights = (q.flatten(0, 1) @ k.flatten(0, 1).mT).softmax(-1).view(scores.shape)
+            if self.kind == "turned":
+                return weights.transpose(0, 1) @ v.transpose(0, 1)
+            return weights @ v[:, :1]
         with torch.set_grad_enabled(self.kind != "no-grad"):
             weights = scores.softmax(-1) if self.kind != "other-dim" else scores
         if self.kind == "gate":

@@ -131,16 +131,14 @@ def values(product: fx.Node, weights: fx.Node, order: list[int]) -> tuple[fx.Nod
     """
     if operation(product) == "einsum":
         return _einsum_values(product, weights, order)
+    more = value(product).dim() - len(order)  # leading dims of values alone
+    order = [*range(more), *(i + more for i in order)]
     rank = len(order)
     side = 0 if product.args[0] is weights else 1
     v: Any = product.args[1 - side]
     if v is weights or order[-1 - side] != rank - 1 or order[side - 2] != rank - 2:
         raise Unmatched(_ALONG)
     last = [rank - 1, rank - 2] if side else [rank - 2, rank - 1]
-    if order[:-2] == sorted(order[:-2]):
-        # Values may have fewer dims.
-        dims = value(v).dim()
-        return permuted(v, [*range(dims - 2), *(x - rank + dims for x in last)]), order
     return permuted(v, [*(order.index(i) for i in range(rank - 2)), *last], rank), order
 
 
