@@ -306,7 +306,9 @@ FORMS: dict[str, Callable[..., Tensor]] = {
         :, 0
     ],
     "two": lambda q, k, v, s, m: (v[0, 0].T @ (q[0, 0] @ k[0, 0].T).softmax(-1).t()).T.expand_as(v),
+    "more-values": lambda q, k, v, s, m: (q[0] @ k[0].mT + 1.0 * m).softmax(-1) @ v,
     "sink": lambda q, k, v, s, m: _sunk(s, v, first=False),
+    "sink-shared": lambda q, k, v, s, m: _sunk(q[:1] @ k[:1].mT, v, first=False),
     "sink-first": lambda q, k, v, s, m: _sunk(s, v, first=True),
     "one-batch": lambda q, k, v, s, m: _in_one_batch(q, k, v),
     "out-of-autocast": lambda q, k, v, s, m: _out_of_autocast(q, k, v),
@@ -357,6 +359,11 @@ class SelfMade(nn.Module):
             scores = scores + bias[:, None]
         if self.kind == "in-place":
             bias[1:].add_(1)
+        if self.kind in ("turned", "shared"):
+            weights = (q.flatten(0, 1) @ k.flatten(0, 1).mT).softmax(-1).view(scores.shape)
+            if self.kind == "turned":
+                return weights.transpose(0, 1) @ v.transpose(0, 1)
+            return weights @ v[:, :1]
         with torch.set_grad_enabled(self.kind != "no-grad"):
             weights = scores.softmax(-1) if self.kind != "other-dim" else scores
         if self.kind == "gate":
@@ -365,6 +372,10 @@ class SelfMade(nn.Module):
             weights = weights.nan_to_num(nan=1.0)
         if self.kind == "other-mask":
             weights = weights.masked_fill(ahead.roll(1, 0), 0)
+        if self.kind == "vector":
+            return (x @ x[0, 0]).softmax(-1) @ x[0]
+        if self.kind == "values":
+            return weights @ v[0, 0, :, 0]
         if self.kind == "sorted":
             weights = weights.sort(-1)[0]
         if self.kind == "kept":

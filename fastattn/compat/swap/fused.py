@@ -61,7 +61,7 @@ def fused(
             o = attention(q, k, v, **options)
         else:
             o, lse = attention(q, k, v, return_lse=True, **options)
-            z = (further[0] * further[1]).float().logsumexp(-1)
+            z = (further[0] * further[1]).float().logsumexp(-1).expand(*batch, -1)
             share = torch.sigmoid(lse.clamp(min=LOWEST_BIAS) - z.reshape(lse.shape))
             o = o * share.unsqueeze(-1)
     return o.reshape(*(outer if viewed else batch), *o.shape[-2:]).to(dtype)

@@ -60,6 +60,9 @@ def _in_one_form(graph: fx.Graph) -> None:
         if node.op == "call_method" and name in ("type_as", "to") and isinstance(like, Tensor):
             node.target, rest = "to", node.args[2:]
             node.args = (node.args[0], like.device, like.dtype, *rest)
+        elif node.op == "call_method" and name == "where" and len(node.args) == 3:
+            node.op, node.target = "call_function", torch.where
+            node.args = (node.args[1], node.args[0], node.args[2])
         elif node.op == "call_method" and name in _NEW and isinstance(node.args[0], fx.Node):
             like = value(node.args[0])
             node.op, node.target = "call_function", _NEW[name]
@@ -93,8 +96,9 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
     with graph.inserting_before(product):
         q, k = product_of_scores(scores, match)
         _check(graph, product, scores, match)
-        order = _joined(match, below)
-        v, order = values(product, weights, order)
+        v, order = values(product, weights, _joined(match, below))
+        if match.viewed and value(v).shape[:-2] != value(weights).shape[:-2]:
+            raise Unmatched("values are broadcast to weights that are viewed")
         if any(not value(x).is_floating_point() for x in (q, k, v)):
             raise Unmatched("queries, keys and values are no floats")
         terms = [term[:3] for term in match.terms]
@@ -154,7 +158,7 @@ def _joined(match: Match, below: list[int]) -> list[int]:
     above = match.order
     if not match.viewed:
         return [above[i] for i in below]
-    if above[:-2] != sorted(above[:-2]):
+    if above[:-2] != sorted(above[:-2]) or below[:-2] != sorted(below[:-2]):
         raise Unmatched("scores are both permuted and viewed")
     rank, last = len(below), [len(below) - 2, len(below) - 1]
     swapped = (above[-1] < above[-2]) != (below[-1] < below[-2])

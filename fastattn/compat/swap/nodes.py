@@ -45,7 +45,7 @@ _OF_MASKS = frozenset((
     "bool",
 ))  # fmt: skip
 _WORDS = {"getitem": "indexing", "sub": "subtraction", "add": "addition", "mul": "multiplication",
-          "div": "division"}  # fmt: skip
+          "div": "division", "matmul": "a product with a vector"}  # fmt: skip
 
 
 class Unmatched(Exception):
@@ -54,14 +54,23 @@ class Unmatched(Exception):
 
 def operation(node: Any, placed: bool = True) -> str:
     """Name of a node's operation, one for function, method and operator; "" for others."""
-    # placed: "" too where operands are not positional.
+    # placed: "" too where operands are not positional. Products with a vector are others.
     name = ""
     if isinstance(node, fx.Node) and node.op == "call_function":
         name = _FUNCTIONS.get(node.target, "")
     elif isinstance(node, fx.Node) and node.op == "call_method":
         name = _METHODS.get(str(node.target), str(node.target))
-    missing = name and placed and len(node.args) < len(OPERANDS.get(name, "x"))
-    return "" if missing else name
+    if not (name and placed):
+        return name
+    missing = len(node.args) < len(OPERANDS.get(name, "x"))
+    of_vector = name == "matmul" and not missing and min(map(rank_of, node.args[:2])) < 2
+    return "" if missing or of_vector else name
+
+
+def rank_of(x: Any) -> int:
+    """Number of dims; 0 of what is no tensor."""
+    tensor = x.meta.get("example_value") if isinstance(x, fx.Node) else None
+    return tensor.dim() if isinstance(tensor, Tensor) else 0
 
 
 def words(node: fx.Node) -> str:

@@ -18,6 +18,7 @@ from .nodes import (
     operation,
     order_of,
     permuted,
+    rank_of,
     same_shape,
     value,
     words,
@@ -78,7 +79,7 @@ class Match:
             raise Unmatched("scores are both permuted and viewed")
         back, rank = [order.index(i) for i in range(len(order))], len(order)
         self.terms = [x._replace(x=permuted(x.x, back, rank)) for x in self.terms]
-        self.factors = [permuted(x, back, rank) if _dims(x) else x for x in self.factors]
+        self.factors = [permuted(x, back, rank) if rank_of(x) else x for x in self.factors]
         self.order = [order[i] for i in self.order]
 
 
@@ -132,8 +133,6 @@ def _step(node: fx.Node, name: str, match: Match) -> Any:
         _fill(node, mask, number, match, hides=True)
     elif name == "where":
         condition, chosen, other = node.args
-        if node.op == "call_method":
-            condition, chosen = chosen, condition
         hides = _number(chosen) is not None
         scores, number = (other, chosen) if hides else (chosen, other)
         _fill(node, condition, number, match, hides)
@@ -231,11 +230,6 @@ def _multiply(scores: Any, other: Any, node: fx.Node, name: str, match: Match) -
         match.factors.append(other)
     else:
         raise Unmatched("scores are multiplied by a tensor, another for each key")
-
-
-def _dims(x: fx.Node) -> int:
-    tensor = x.meta.get("example_value")
-    return tensor.dim() if isinstance(tensor, Tensor) else 0
 
 
 def _is_of_rows(x: Any, match: Match) -> bool:

@@ -28,6 +28,7 @@ def product_of_weights(softmax: fx.Node, match: Match) -> tuple[fx.Node, fx.Node
     while True:
         user = _only_user(node, match)
         name = operation(user).removesuffix("_")
+        plain = name in CASTS or (name == "nan_to_num" and not argument(user, 1, "nan"))
         if name in ("matmul", "einsum"):
             return user, node, order
         if (dims := order_of(user)) is not None:
@@ -38,14 +39,10 @@ def product_of_weights(softmax: fx.Node, match: Match) -> tuple[fx.Node, fx.Node
             order = [*range(rank - 2), *((rank - 1, rank - 2) if swapped else (rank - 2, rank - 1))]
         elif name == "dropout" and user.args[0] is node:
             _drop(user, match)
-        elif not ((name in CASTS or _fills_with_zero(name, user)) and user.args[0] is node):
+        elif not (plain and user.args[0] is node):
             _zero(node, user, name, order, match)
         match.chain.append(user)
         node = user
-
-
-def _fills_with_zero(name: str, node: fx.Node) -> bool:
-    return name == "nan_to_num" and not argument(node, 1, "nan")
 
 
 def _only_user(node: fx.Node, match: Match) -> fx.Node:
@@ -98,8 +95,6 @@ def _zero(node: fx.Node, user: fx.Node, name: str, order: list[int], match: Matc
         fill = argument(user, 2, "value")
     elif name == "where":
         condition, chosen, other = user.args
-        if user.op == "call_method":
-            condition, chosen = chosen, condition
         kept = chosen is node
         mask, fill = condition, other if kept else chosen
     elif name == "mul":
@@ -136,16 +131,14 @@ def values(product: fx.Node, weights: fx.Node, order: list[int]) -> tuple[fx.Nod
     """
     if operation(product) == "einsum":
         return _einsum_values(product, weights, order)
+    more = value(product).dim() - len(order)  # leading dims of values alone
+    order = [*range(more), *(i + more for i in order)]
     rank = len(order)
     side = 0 if product.args[0] is weights else 1
     v: Any = product.args[1 - side]
     if v is weights or order[-1 - side] != rank - 1 or order[side - 2] != rank - 2:
         raise Unmatched(_ALONG)
     last = [rank - 1, rank - 2] if side else [rank - 2, rank - 1]
-    if order[:-2] == sorted(order[:-2]):
-        # Values may have fewer dims.
-        dims = value(v).dim()
-        return permuted(v, [*range(dims - 2), *(x - rank + dims for x in last)]), order
     return permuted(v, [*(order.index(i) for i in range(rank - 2)), *last], rank), order
 
 
