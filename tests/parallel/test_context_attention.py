@@ -4,10 +4,9 @@ Every option meets every method; FASTATTN_FUZZ_SEED draws other calls.
 """
 
 import os
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ from fuzz.cases import DERIVED, ORDERS, TAKES, Case, drawn, legal
 from fuzz.judges import check
 from fuzz.tensors import inputs
 from fuzz.values import VALUES, drawn_options
-from gloo_ranks import run_ranks
+from gloo_ranks import run_ranks, wrong_calls
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -150,25 +149,15 @@ def judge(seed: int, meshes: dict[str, list[DeviceMesh]]) -> None:
     decode(decoding_of(seed))
 
 
-def wrong_calls(seeds: list[int]) -> list[str]:
-    """What is wrong on this rank with the calls of these seeds."""
+def wrong(seeds: list[int]) -> list[str]:
     ranks = dist.get_world_size()
     line = init_device_mesh("cpu", (ranks,))
     squares = [init_device_mesh("cpu", (n, ranks // n)) for n in (2, 1)]
-    wrong = []
-    for seed in seeds:
-        try:
-            judge(seed, {"": [line, line], "usp": squares})
-        except AssertionError:
-            wrong.append(f"seed {seed}: {traceback.format_exc()}")
-        except Exception:
-            sys.stderr.write(f"seed {seed} on rank {dist.get_rank()}\n")
-            raise
-    return wrong
+    return wrong_calls(seeds, partial(judge, meshes={"": [line, line], "usp": squares}))
 
 
 @pytest.mark.parametrize("ranks", EVERY)
 def test_generated_calls_on_ranks(ranks: int) -> None:
     seeds = range(FIRST, FIRST + len(METHODS) * len(NAMES))[:: EVERY[ranks]]
-    for wrong in run_ranks(f"{__file__}:wrong_calls", ranks, seeds=[*seeds]):
-        assert not wrong, "\n".join(wrong)
+    for of_rank in run_ranks(f"{__file__}:wrong", ranks, seeds=[*seeds]):
+        assert not of_rank, "\n".join(of_rank)

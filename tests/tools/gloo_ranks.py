@@ -3,9 +3,11 @@
 import errno
 import multiprocessing
 import os
+import sys
 import tempfile
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -63,6 +65,20 @@ def run_alone(function: str, **kwargs: Any) -> Any:
     """Call a function in one new process, which has no group and may fork; as `run_ranks`."""
     with _processes(1) as pool:
         return pool.submit(_call, function, kwargs).result()
+
+
+def wrong_calls(seeds: Iterable[int], judge: Callable[[int], None]) -> list[str]:
+    """What is wrong on this rank with the calls of these seeds; other errors end the rank."""
+    wrong = []
+    for seed in seeds:
+        try:
+            judge(seed)
+        except AssertionError:
+            wrong.append(f"seed {seed}: {traceback.format_exc()}")
+        except Exception:
+            sys.stderr.write(f"seed {seed} on rank {torch.distributed.get_rank()}\n")
+            raise
+    return wrong
 
 
 def _call(function: str, kwargs: dict[str, Any]) -> Any:
