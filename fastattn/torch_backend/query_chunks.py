@@ -154,8 +154,9 @@ def in_chunks(
     count, end = len(main), len(main) + len(LEARNED)
     mods = options.mod_tensors
     # Read by `slices`. Saved as well, autograd refuses a backward after a change in place.
+    compiling = torch.compiler.is_compiling()
     others = [getattr(options, name) for name in TENSORS if name not in LEARNED]
-    others = [None if x is None or x.is_inference() else x for x in others]
+    others = [x for x in others if x is not None and not (compiling or x.is_inference())]
     tensors = [*main, *learned, *mods, *others]
     of_learned = [_dim(*field, _BY_QUERY) for field in zip(LEARNED, learned, strict=True)]
     of_tensors = [*dims, *of_learned, *[None] * (len(mods) + len(others))]
@@ -166,7 +167,7 @@ def in_chunks(
         return attend(*tensors[:count], own, first)
 
     parts = [(rows, partial(of_rows, own, rows.start)) for rows, own in slices]
-    if torch.compiler.is_compiling():  # which makes constants of sizes in a NamedTuple
+    if compiling:  # which makes constants of sizes in a NamedTuple
         if not torch.compiler.is_exporting():
             how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             parts = [(rows, partial(checkpoint, part, **how)) for rows, part in parts]

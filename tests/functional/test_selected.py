@@ -111,11 +111,13 @@ def test_explain_names_the_kernels(device: str) -> None:
     assert "float64" in explain_selected(*wide, indices).reasons["triton"]
 
 
-def test_operators_have_fakes_and_gradients(device: str) -> None:
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_compiled_calls_are_one_graph(backend: str, device: str) -> None:
     q, k, v = make_qkv(1, 2, 1, 3, 20, 16, device=device)
     lists = torch.zeros(1, 1, 3, 1, dtype=torch.int32, device=device)
     compiled = torch.compile(selected_attention, backend="aot_eager", fullgraph=True)
-    o, expected = (f(q, k, v, lists, backend="triton") for f in (compiled, selected_attention))
+    how = {"backend": backend, "key_padding_mask": torch.arange(20, device=device)[None] > 1}
+    o, expected = (f(q, k, v, lists, **how) for f in (compiled, selected_attention))
     assert torch.equal(o, expected)
     actual, grads = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (o, expected))
     assert all(torch.equal(x, y) for x, y in zip(actual, grads, strict=True))
