@@ -57,11 +57,6 @@ if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 _INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
-# `with torch.device(...)` keeps the functions that allocate as it finds them the first time, which
-# must be before `nan_filled_empty` replaces some.
-with torch.device("cpu"):
-    torch.empty(0)
-
 
 # transformers 5.23 needs Python 3.11.
 collect_ignore = (
