@@ -68,7 +68,7 @@ def run_alone(function: str, **kwargs: Any) -> Any:
 
 
 def wrong_calls(seeds: Iterable[int], judge: Callable[[int], None]) -> list[str]:
-    """What is wrong on this rank with the calls of these seeds; other errors end the rank."""
+    """Judge calls by their seeds on this rank; return failures. Other errors end the rank."""
     wrong = []
     for seed in seeds:
         try:
