@@ -31,7 +31,8 @@ ROWS, HEADS, WHOLE = Shard(0), Shard(1), Replicate()
 PLACEMENTS = {"rows": (ROWS, ROWS), "heads": (HEADS, HEADS), "whole-keys": (HEADS, WHOLE)}
 PLACEMENTS["whole"] = (WHOLE, WHOLE)
 NAMES = sorted(TAKES["attention"])
-SEEDS = range(0, len(NAMES) * len(PLACEMENTS), 3)
+# Every option by two of them.
+SEEDS = [x for x in range(len(NAMES) * len(PLACEMENTS)) if (x + x // len(NAMES)) % 2 == 0]
 
 
 def case_of(seed: int) -> tuple[Case, str]:

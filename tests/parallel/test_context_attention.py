@@ -57,9 +57,10 @@ def method_of(seed: int) -> str:
 
 
 def case_of(seed: int, ranks: int) -> Case:
-    """A call with an option that its seed names, of few tokens or of more than a block of 128."""
+    """A call with an option that its seed names: by position of more than two blocks of 128."""
     name, draw, like = NAMES[seed % len(NAMES)], Draw(f"{seed}/ranks"), drawn(seed, "torch")
-    T = draw.choice(1, draw.integer(2, 40), draw.integer(41, 150), draw.integer(257, 300))
+    near, by_place = draw.integer(2, 40), name in COUNTING
+    T = draw.choice(1, near, draw.integer(41, 150), *[draw.integer(257, 300)] * 4 * by_place)
     sizes = {"B": max(1, like.B), "H_k": like.H_k, "G": like.G, "D": like.D, "D_v": like.D_v}
     if T > 40:  # the oracle's memory grows by the square
         sizes = {name: min(x, 8 if name[0] == "D" else 2) for name, x in sizes.items()}
