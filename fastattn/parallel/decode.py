@@ -82,7 +82,7 @@ def decode_attention(
     parts = all_gather(torch.cat((wide(o), lse[..., None]), -1), group)
     o, lse = _merged([(part[..., :-1], part[..., -1]) for part in parts])
     o, lse = formula.with_column(o, lse, options.get("sinks"))
-    return (o.to(q.dtype), lse) if return_lse else o.to(q.dtype)
+    return (o.to(q.dtype), lse.float()) if return_lse else o.to(q.dtype)
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
