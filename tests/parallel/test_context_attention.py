@@ -64,11 +64,13 @@ def case_of(seed: int, ranks: int) -> Case:
     near, by_place = draw.integer(2, 40), name in COUNTING
     T = draw.choice(1, near, draw.integer(41, 150), *[draw.integer(257, 300)] * 4 * by_place)
     sizes = {"B": max(1, like.B), "H_k": like.H_k, "G": like.G, "D": like.D, "D_v": like.D_v}
-    if T > 40:  # the oracle's memory grows by the square
-        sizes = {name: min(x, 8 if name[0] == "D" else 2) for name, x in sizes.items()}
+    left = DERIVED | {"max"}
+    if T > 40:  # the oracle's memory and the interpreter's time grow by the square
+        most = 1 if backend == "triton" else 2
+        sizes = {name: min(x, 8 if name[0] == "D" else most) for name, x in sizes.items()}
+        left |= {"again"}
     options = (name, *(x for x in like.options if x in NAMES and x != name))
-    # A call that has no argument for a backend.
-    traits = (like.traits - DERIVED - {"max"}) | {"environment"}
+    traits = (like.traits - left) | {"environment"}  # no argument names a backend
     case = legal(
         replace(like, call="attention", T_q=T, T_k=T, options=options, traits=traits, **sizes)
     )
