@@ -103,9 +103,9 @@ def spread(case: Case, mesh: DeviceMesh) -> Callable[..., Any]:
     def attention(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, **options: Any) -> Any:
         named = ("causal", "window", "documents") if planned else ()
         plan = ContextPlan.make(case.T_q, ranks, **how, **{x: options.get(x) for x in named})
-        for name in DIMS.keys() & options.keys():
-            if options[name].shape[DIMS[name]] == plan.T:
-                options[name] = shard(options[name], DIMS[name], plan, mesh)
+        for name, dim in DIMS.items():  # in one order on every rank, as gradients are sent
+            if name in options and options[name].shape[dim] == plan.T:
+                options[name] = shard(options[name], dim, plan, mesh)
         if plan.documents is not None:
             plan.mark(options["documents"])
         own = [shard(x, 2, plan, mesh) for x in (q, k, v)]
