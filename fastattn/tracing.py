@@ -36,6 +36,14 @@ def transforming() -> bool:
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
+def is_mapped(x: Tensor) -> bool:
+    """Whether torch.vmap maps x, at any level of torch.func's transforms."""
+    functorch = torch._C._functorch
+    if not functorch.is_functorch_wrapped_tensor(x):
+        return False
+    return bool(functorch.is_batchedtensor(x)) or is_mapped(functorch.get_unwrapped(x))
+
+
 def untransformed(tensors: Iterable[Tensor | None]) -> bool:
     """Whether nothing traces, maps or transforms a backward of these, as its kernels need."""
     if torch.compiler.is_compiling() or transforming():

@@ -52,12 +52,12 @@ class Hops(NamedTuple):
 class Bounds(NamedTuple):
     """First and last key [T] that each query may see in any batch row, by position.
 
-    Without visible keys, the first is after the last. kept: the last one of keep_first.
+    Without visible keys, the first is after the last. kept: the last one of keep_first, or -1.
     """
 
     first: Tensor
     last: Tensor
-    kept: Tensor | None
+    kept: Tensor
 
 
 def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bounds:
@@ -68,15 +68,13 @@ def bounds(T: int, options: Options, documents: "Documents | None" = None) -> Bo
     causal = options.get("causal") and options.get("prefix_lengths") is None
     right = 0 if causal and (right is None or right > 0) else right
     right = None if options.get("stride") is not None and not causal else right
+    end = torch.full_like(at, T - 1)
     first = torch.zeros_like(at) if left is None else (at - left).clamp(min=0)
-    last = torch.full_like(at, T - 1) if right is None else (at + right).clamp(max=T - 1)
-    kept = None
-    if keep_first := options.get("keep_first", 0):
-        kept = at.clamp(max=keep_first - 1) if causal else torch.full_like(at, keep_first - 1)
+    last = end if right is None else (at + right).clamp(max=T - 1)
+    kept = (at if causal else end).clamp(max=options.get("keep_first", 0) - 1)
     if documents is not None:
         first = torch.maximum(first, documents.first)
-        last = torch.minimum(last, documents.last)
-        kept = None if kept is None else torch.minimum(kept, documents.last)
+        last, kept = (torch.minimum(x, documents.last) for x in (last, kept))
     return Bounds(first, last, kept)
 
 
@@ -151,10 +149,8 @@ class Needs:
         )
         first = torch.full_like(self._starts, T).scatter_reduce(0, piece, limits.first, "amin")
         last = torch.full_like(self._starts, -1).scatter_reduce(0, piece, limits.last, "amax")
-        self._needed = self._marked(first, last)
-        if limits.kept is not None:
-            kept = torch.full_like(self._starts, -1).scatter_reduce(0, piece, limits.kept, "amax")
-            self._needed |= self._marked(torch.zeros_like(first), kept)
+        kept = torch.full_like(self._starts, -1).scatter_reduce(0, piece, limits.kept, "amax")
+        self._needed = self._marked(first, last) | self._marked(torch.zeros_like(first), kept)
 
     def _marked(self, first: Tensor, last: Tensor) -> Tensor:
         """[ranks, pieces]: whether a rank's queries see a piece's keys."""

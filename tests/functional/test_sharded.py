@@ -45,10 +45,12 @@ def case_of(seed: int) -> tuple[Case, str]:
     case = legal(replace(like, call="attention", B=2, options=options, traits=traits))
     if how == "rows" and {*COUNTING} & {*case.options}:
         how = "heads"
-    H_k, G = {"heads": (2, case.G), "whole-keys": case.random("heads").choice((1, 2), (2, 3))}.get(
-        how, (case.H_k, case.G)
-    )
-    return replace(case, H_k=H_k, G=G), how
+    if how == "heads":
+        case = replace(case, H_k=2)
+    elif how == "whole-keys":
+        H_k, G = case.random("heads").choice((1, 2), (2, 3))
+        case = replace(case, H_k=H_k, G=G)
+    return case, how
 
 
 def inputs() -> tuple[Tensor, ...]:

@@ -143,10 +143,10 @@ def decode(case: Case) -> None:
     assert torch.equal(first, o), "ranks differ"
 
 
-def judge(seed: int, meshes: dict[str, list[DeviceMesh]]) -> None:
+def judge(seed: int, line: DeviceMesh, squares: list[DeviceMesh]) -> None:
     """Judge the sequence and the cache of a seed, on this rank."""
     case = case_of(seed, dist.get_world_size())
-    mesh = meshes["usp" if method_of(seed) == "usp" else ""][seed % 2]
+    mesh = squares[seed % 2] if method_of(seed) == "usp" else line
     call = CALLS["attention"]._replace(function=spread(case, mesh))
     ours = mock.patch.dict(CALLS, attention=call)
     with ours, mock.patch.dict(VALUES, documents=documents_of):
@@ -158,7 +158,7 @@ def wrong(seeds: list[int]) -> list[str]:
     ranks = dist.get_world_size()
     line = init_device_mesh("cpu", (ranks,))
     squares = [init_device_mesh("cpu", (n, ranks // n)) for n in (2, 1)]
-    return wrong_calls(seeds, partial(judge, meshes={"": [line, line], "usp": squares}))
+    return wrong_calls(seeds, partial(judge, line=line, squares=squares))
 
 
 @pytest.mark.parametrize("ranks", EVERY)

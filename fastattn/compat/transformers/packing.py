@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...tracing import is_mapped
 from .continuous import NAME
 from .lazy_mask import LazyMask, Rule
 
@@ -39,11 +40,7 @@ def is_unread(x: Tensor | None) -> bool:
     """Whether values of x cannot be read: in traced calls, captured CUDA graphs and under vmap."""
     from transformers.utils.import_utils import is_tracing
 
-    functorch = torch._C._functorch
-    unread = bool(is_tracing(x))
-    while not unread and x is not None and functorch.is_functorch_wrapped_tensor(x):
-        unread, x = functorch.is_batchedtensor(x), functorch.get_unwrapped(x)
-    return unread
+    return is_tracing(x) or (x is not None and is_mapped(x))
 
 
 def _reading(before: Any) -> Any:
