@@ -83,7 +83,7 @@ def why_not_triton(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         return reason
     if (reason := transforms.why_no_tangents(q, k, v, options)) is not None:
         return reason
-    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in options.mod_tensors)
+    wanted = torch.is_grad_enabled() and any(map(tracing.wants_gradient, options.mod_tensors))
     if wanted and (tracing.may_be_traced(q) or tracing.in_forward_mode()):
         return "mod_tensors require a gradient, which kernels compute only where nothing traces"
     widest = max(q.shape[-1], v.shape[-1])

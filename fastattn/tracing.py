@@ -1,6 +1,6 @@
 """State of torch around a call: traces, symbolic sizes, transforms, autocast, CUDA graphs."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -38,10 +38,21 @@ def transforming() -> bool:
 
 def is_mapped(x: Tensor) -> bool:
     """Whether torch.vmap maps x, at any level of torch.func's transforms."""
+    return any(map(torch._C._functorch.is_batchedtensor, _at_levels(x)))
+
+
+def wants_gradient(x: Tensor) -> bool:
+    """Whether x requires grad, at any level of torch.func's transforms."""
+    return x.requires_grad or (transforming() and any(y.requires_grad for y in _at_levels(x)))
+
+
+def _at_levels(x: Tensor) -> Iterator[Tensor]:
+    """x as each of torch.func's transforms has it, the innermost first."""
     functorch = torch._C._functorch
-    if not functorch.is_functorch_wrapped_tensor(x):
-        return False
-    return bool(functorch.is_batchedtensor(x)) or is_mapped(functorch.get_unwrapped(x))
+    while functorch.is_functorch_wrapped_tensor(x):
+        yield x
+        x = functorch.get_unwrapped(x)
+    yield x
 
 
 def untransformed(tensors: Iterable[Tensor | None]) -> bool:

@@ -108,7 +108,7 @@ def apart(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
         return options, ()
     dual = tracing.in_forward_mode()
     if not any(
-        isinstance(x, Tensor) and (x.requires_grad or (dual and tracing.has_tangent(x)))
+        isinstance(x, Tensor) and (tracing.wants_gradient(x) or (dual and tracing.has_tangent(x)))
         for x in mods
     ):
         return options, ()

@@ -292,7 +292,18 @@ def test_what_has_no_gradient_is_refused(device: str) -> None:
     q, k, v = make_qkv(1, 4, 2, 5, 5, D, device=device)
     table = draw(4, 8).to(device).requires_grad_()
     how: dict[str, Any] = {"score_mod": bucketed, "mod_tensors": (table,)}
-    with pytest.raises(ValueError, match="mod_tensors require a gradient, which kernels"):
-        torch.func.grad(lambda q: fastattn.attention(q, k, v, backend="triton", **how).sum())(q)
+    makers: list[Callable[[], dict[str, Any]]] = [
+        lambda: how,
+        # A transform hides what requires a gradient outside of it.
+        lambda: how | {"mod_tensors": (1 * table,)},
+        lambda: {"alibi_slopes": 1 * table[:, 0]},
+    ]
+    for made in makers:
+
+        def loss(q: torch.Tensor, made: Callable[[], dict[str, Any]] = made) -> torch.Tensor:
+            return fastattn.attention(q, k, v, backend="triton", **made()).sum()
+
+        with pytest.raises(ValueError, match=r"(mod_tensors require a|slopes have no) gradient"):
+            torch.func.grad(loss)(q)
     with pytest.raises(ValueError, match=r"mod_tensors\[0\] has no gradient, but requires one"):
         fastattn.attention_block_forward(q, k, v, **how)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ... import dispatch
 from ...cache.views import view_of_tensors
+from ...functional import inputs
 from ...functional.decode import decode_attention
 from ...functional.fused_attention import attention, attention_varlen
 from ...functional.selected import selected_attention
@@ -194,6 +195,7 @@ def attention_forward(
         check_entries(mask, query, key)
         _add_mask(options, mask)
     options = {name: x for name, x in options.items() if x is not None}
+    query, key, value, options = inputs.autocast(query, key, value, options)
     attend: Attend = attention
     if any(x is not None for x in chosen):
         lists, size = _lists(module, *chosen)

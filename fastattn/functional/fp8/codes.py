@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ... import checks, dispatch
+from ... import checks, dispatch, tracing
 from ...ops import fp8
 from ...ops.gradients import as_batch, as_packed
 from ...quantization import codes_of, scale_of, sizes_of
@@ -76,7 +76,7 @@ def quantize_fp8(
         checks.check_input("lengths", lengths, "integer", "B", x, {"B": rows})
     if packed:
         _check_packed_head_dim("x", x)
-    if torch.is_grad_enabled() and x.requires_grad:
+    if torch.is_grad_enabled() and tracing.wants_gradient(x):
         raise RuntimeError(
             "quantize_fp8 has no gradient, but x requires one: call it under torch.no_grad(), or "
             "pass x.detach()"

@@ -313,7 +313,7 @@ def _check_scale(name: str, scale: Tensor, sizes: checks.Sizes, q: Tensor) -> No
 
 
 def _refuse_gradients(inputs: tuple[Tensor | None, ...]) -> None:
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+    if torch.is_grad_enabled() and any(x is not None and tracing.wants_gradient(x) for x in inputs):
         raise RuntimeError(
             "attention in 8 bits has no gradients, but an input requires grad: call it under "
             "torch.no_grad() or torch.inference_mode(), or use fastattn.attention"

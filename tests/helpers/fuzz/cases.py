@@ -16,12 +16,23 @@ from fastattn.testing.option_examples import cover_pairs
 
 from . import mods
 
+# Integrations by the options that their functions express.
+_MASKED = "causal window key_padding_mask attn_mask attn_bias scale dropout"
+OF_INTEGRATIONS = {
+    "flash_attn": "causal window scale softcap sinks alibi_slopes",
+    "sdpa": "causal attn_mask attn_bias scale dropout",
+    "diffusers": _MASKED,
+    "xformers": "causal window attn_mask attn_bias scale dropout",
+    "transformers": f"{_MASKED} softcap sinks",
+    "flex_attention": "causal window prefix_lengths key_lengths key_padding_mask documents "
+    "mask_mod scale softcap attn_bias alibi_slopes score_mod",
+}
 # Functions by the options that they take.
 TAKES: dict[str, frozenset[str]] = {
     **{name: call.takes for name, call in CALLS.items()},
     "cascade_attention": frozenset(("scale", "softcap", "sinks")),
-    "flash_attn": frozenset(("causal", "window", "scale", "softcap", "sinks", "alibi_slopes")),
     "append": frozenset(),
+    **{name: frozenset(options.split()) for name, options in OF_INTEGRATIONS.items()},
 }
 # How often each is called.
 OFTEN = {
@@ -29,7 +40,7 @@ OFTEN = {
     "attention_statistics": 2, "selected_attention": 2,
     "additive_attention": 2, "attention_block": 2, "append": 1, "merge": 1, "attention_fp8": 1,
     "attention_varlen_fp8": 1, "cascade_attention": 1, "dot_product_attention": 1,
-    "multiplicative_attention": 1, "flash_attn": 1,
+    "multiplicative_attention": 1, **dict.fromkeys(OF_INTEGRATIONS, 1),
 }  # fmt: skip
 _NEEDS: dict[str, tuple[str, ...]] = {
     "keep_first": ("window", "stride"),
@@ -48,6 +59,7 @@ _OF_CACHES = ("append", "decode_attention", "cascade_attention", "attention_varl
 _CASTS = (
     "attention", "attention_varlen", "dot_product_attention", "multiplicative_attention",
     "selected_attention", "additive_attention", "attention_statistics",
+    *(name for name in OF_INTEGRATIONS if name != "flash_attn"),
 )  # fmt: skip
 _HIDING = frozenset(
     ("window", "stride", "mask_mod", "score_mod", "key_lengths", "query_offset", "attn_mask",
@@ -128,7 +140,8 @@ class Case:
     @property
     def learns(self) -> bool:
         """Whether gradients are requested."""
-        return self.call in CALLS and CALLS[self.call].learns and "forward" not in self.traits
+        able = self.call in OF_INTEGRATIONS or (self.call in CALLS and CALLS[self.call].learns)
+        return able and "forward" not in self.traits
 
     def call_of(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, with the case's default device."""
@@ -198,7 +211,10 @@ def legal(case: Case) -> Case:
         case = replace(case, traits=case.traits - {"max"})
     if "max" in case.traits:  # of weights that are not 0
         case = replace(case, traits=case.traits - {"hot"})
-    if case.call == "flash_attn":  # which has no argument for a backend
+    if case.call in ("flex_attention", "transformers"):  # torch makes no mask of nothing
+        sizes = {name: max(1, getattr(case, name)) for name in ("B", "T_q", "T_k")}
+        case = replace(case, **sizes)
+    if case.call in OF_INTEGRATIONS:  # which have no argument for a backend
         case = replace(case, traits=case.traits | {"environment"})
     if case.call == "selected_attention" and case.H_k == 3:
         case = replace(case, H_k=4, G=1)  # of which two share a list
@@ -252,7 +268,7 @@ FORMULA = frozenset(
     ("score_mod", "score_mod_grad", "relative_bias", "attn_bias", "attn_mask", *_SECOND, *_RELATIVE)
 )  # fmt: skip
 _BACKWARD_ALONE = ("multiplicative_attention", "additive_attention")
-_DERIVES = (*_CASTS[:3], *_BACKWARD_ALONE)
+_DERIVES = (*_CASTS[:3], *_BACKWARD_ALONE, *OF_INTEGRATIONS)
 
 
 def _of_derivatives(case: Case) -> Case:
@@ -270,7 +286,8 @@ def _of_derivatives(case: Case) -> Case:
         plain = tuple("plain" if x in (*EXPANDED, "negative") else x for x in case.layouts)
         case = replace(case, layouts=plain)
     if "tangents" in case.traits and case.backend == "triton":  # no kernel has these
-        options = tuple(x for x in case.options if x not in (*_SECOND, *_RELATIVE))
+        left = {*_SECOND, *_RELATIVE, *("attn_bias",) * (case.call == "flex_attention")}
+        options = tuple(x for x in case.options if x not in left)
         case = replace(case, options=options)
     return case
 

@@ -33,9 +33,9 @@ from fastattn.torch_backend.selected import selected_formula as selected
 from . import caches, histories
 from .cases import DERIVED, FORMULA, LAYOUTS, ORDERS, Case, drawn, legal
 from .derivatives import BY_FORMULA, by_levels, by_reverse, by_transform, derived
-from .flash_calls import flash_case
+from .integrations import INTEGRATIONS, stand_in
 from .tensors import assert_nan_stays, inputs, poisoned, relaid
-from .values import drawn_options
+from .values import VALUES, drawn_options
 
 
 def check(case: Case) -> None:
@@ -103,7 +103,8 @@ def _setting(case: Case) -> Iterator[None]:
                 stack.enter_context(
                     mock.patch.object(decode_splits, "_chunk_pays", lambda *call: True)
                 )
-            if DERIVED & case.traits and not FORMULA.intersection(case.options):
+            by_formula = FORMULA.intersection(case.options) or case.call == "flex_attention"
+            if DERIVED & case.traits and not by_formula:
                 for module, name in BY_FORMULA:
                     stack.enter_context(mock.patch.object(module, name, None))
             if "parts" in case.traits:
@@ -238,10 +239,9 @@ def _dropping_alike(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal seeded
-        result = _seeded(case, ours)(*args, **kwargs)
-        after = torch.get_rng_state()
-        _seeded(case, dropout.draw_seed)(args[0].device)
-        seeded = torch.equal(after, torch.get_rng_state())
+        with mock.patch.object(dropout, "draw_seed", wraps=dropout.draw_seed) as draw:
+            result = _seeded(case, ours)(*args, **kwargs)
+        seeded = draw.called
         return result
 
     def oracle(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -428,6 +428,11 @@ def _with_gradients(
     return (*results, *torch.autograd.grad(results, leaves, grads))
 
 
+def _integration(case: Case) -> None:
+    with mock.patch.dict(VALUES, INTEGRATIONS[case.call].values):
+        _compare(*stand_in(case))
+
+
 # Of functions that are called in other ways.
 JUDGES: dict[str, Callable[[Case], None]] = {
     "attention_statistics": _statistics,
@@ -436,5 +441,5 @@ JUDGES: dict[str, Callable[[Case], None]] = {
     "attention_paged": lambda case: caches.paged(case, _how(case)),
     "cascade_attention": lambda case: caches.cascade(case, _how(case)),
     "append": histories.judge,
-    "flash_attn": lambda case: _compare(*flash_case(case)),
+    **dict.fromkeys(INTEGRATIONS, _integration),
 }
