@@ -12,16 +12,18 @@ from fuzz.cases import OF_INTEGRATIONS, TAKES, drawn, legal
 from fuzz.judges import check
 
 FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
-BUDGET = {"torch": 64, "triton": 6}
+BUDGET = {"torch": 72, "triton": 6}
 
 
 @pytest.mark.parametrize("backend", BUDGET)
 @pytest.mark.parametrize("name", OF_INTEGRATIONS)
 def test_generated_calls(name: str, backend: str, one_thread: None, device: str) -> None:
+    """Each option alone, with as many keys as queries and with others, then some together."""
     options = sorted(TAKES[name])
     for seed in range(FIRST, FIRST + BUDGET[backend]):
         case = drawn(seed, backend)
-        chosen = tuple(case.random("of integration").some(options, seed % 5))
-        case = legal(replace(case, call=name, options=chosen, device=device))
+        alone, draw = options[(seed - FIRST) // 2 :][:1], case.random("of integration")
+        chosen = alone or draw.some(options, draw.integer(2, 4))
+        case = legal(replace(case, call=name, options=tuple(chosen), device=device))
         sys.stdout.write(f"{case}\n")
         check(case)

@@ -32,13 +32,13 @@ Function = Callable[..., Any]
 class Integration(NamedTuple):
     """Makes a function in the signature of `attention` for a case.
 
-    lse: it is returned on request. spoils: options beside which NaN in hidden keys reaches results.
+    lse: it is returned on request. spoils: whether with these options NaN in hidden keys does.
     values: of options, in place of those of `attention`.
     """
 
     make: Callable[[Case, Draw], Function]
     lse: bool = False
-    spoils: frozenset[str] = frozenset()
+    spoils: Callable[[set[str]], object] = lambda names: False
     values: Mapping[str, Function] = MappingProxyType({})
 
 
@@ -47,7 +47,7 @@ def stand_in(case: Case) -> tuple[Case, Function]:
     draw, integration = case.random("integration"), INTEGRATIONS[case.call]
     packed = case.call == "flash_attn" and draw.chance(0.4)
     traits = case.traits if integration.lse else (case.traits | {"o"}) - {"lse", "spoilt"}
-    traits -= {"nan"} if integration.spoils & {*case.options} else set()
+    traits -= {"nan"} if integration.spoils({*case.options}) else set()
     case = replace(case, call="attention_varlen" if packed else "attention", traits=traits)
     return case, integration.make(case, draw)
 
@@ -123,40 +123,47 @@ def _sdpa(case: Case, draw: Draw) -> Function:
         return x if dims == 4 else x.unsqueeze(at) if dims == 5 else x[0]
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any) -> Tensor:
-        by_flag = {"causal", "attn_mask", "attn_bias"} & given.keys() == {"causal"}
+        by_flag = not {"attn_mask", "attn_bias"} & given.keys() and case.T_q <= case.T_k
         mask: Any = None
-        causal = by_flag and given.pop("causal")
+        causal = by_flag and given.pop("causal", False)
         if causal and (case.T_q != case.T_k or as_bias):
             causal, mask = False, bias_class(case.T_q, case.T_k)
         elif not causal and (whole := _one_mask(case, given)) is not None:
             mask = to(whole)
-        tensors, dropout = [to(x) for x in (q, k, v)], given.pop("dropout", 0.0)
+        tensors, theirs = [to(x) for x in (q, k, v)], _named(case, given)
         ours = mock.Mock(side_effect=partial(attention, backend=case.backend))
         with (
             mock.patch.dict(os.environ, {dispatch.ENVIRONMENT: ""}),
             mock.patch.object(dispatch, "why_not_triton", lambda *_: None),
             mock.patch.object(fused_attention, "attention", ours),
         ):
-            o = sdpa.scaled_dot_product_attention(
-                *tensors, mask, dropout, causal, enable_gqa=True, **given
-            )
+            o = sdpa.scaled_dot_product_attention(*tensors, mask, is_causal=causal, **theirs)
         assert ours.called or 0 in (q.numel(), k.numel(), v.numel())
         return o if dims == 4 else o.squeeze(at) if dims == 5 else o[None]
 
     return call
 
 
+def _named(case: Case, given: Given) -> Given:
+    """Further arguments of a call, by torch's names; what the call does not need is left out."""
+    theirs = {"dropout_p" if name == "dropout" else name: x for name, x in given.items()}
+    return theirs | ({"enable_gqa": True} if case.G > 1 else {})
+
+
 def _diffusers(case: Case, draw: Draw) -> Function:
+    as_bias = draw.chance(0.5)
+
     def call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any) -> Any:
-        masks = given.keys() - {"dropout", "scale"}
-        theirs: Given = {"scale": given.pop("scale", None), "dropout_p": given.pop("dropout", 0.0)}
+        masks, mask = given.keys() - {"dropout", "scale"}, None
         if masks == {"key_padding_mask"}:
-            mask = given["key_padding_mask"]
+            mask = given.pop("key_padding_mask")
+            if as_bias and "nan" not in case.traits:
+                mask = torch.zeros(mask.shape, device=case.device).masked_fill(~mask, -math.inf)
         elif masks == {"causal"} and case.T_q == case.T_k:
-            mask, theirs["is_causal"] = None, given["causal"]
+            given["is_causal"] = given.pop("causal")
         else:
             mask = _one_mask(case, given)
-        theirs |= {"enable_gqa": True, "return_lse": return_lse}
+        theirs = _named(case, given) | ({"return_lse": True} if return_lse else {})
         results = diffusers.attend(*_turned(q, k, v), mask, **theirs)
         return tuple(_turned(*results)) if return_lse else results.transpose(1, 2)
 
@@ -201,9 +208,11 @@ def _xformers(case: Case, draw: Draw) -> Function:
         return mask.unsqueeze(1) if mask.shape[1] == 1 else mask.unflatten(1, groups)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any) -> Tensor:
-        dropout, scale = given.pop("dropout", 0.0), given.pop("scale", None)
-        tensors = [heads(x) for x in _turned(q, k, v)]
-        o = xformers.memory_efficient_attention(*tensors, bias_of(given), dropout, scale)
+        theirs = {
+            {"dropout": "p"}.get(x, x): given.pop(x) for x in ("dropout", "scale") if x in given
+        }
+        tensors, bias = [heads(x) for x in _turned(q, k, v)], bias_of(given)
+        o = xformers.memory_efficient_attention(*tensors, bias, **theirs)
         return (o.flatten(2, 3) if grouped else o).transpose(1, 2)
 
     return call
@@ -231,6 +240,8 @@ def _transformers(case: Case, draw: Draw) -> Function:
             causal, bias = False, {x: given.pop(x) for x in ("attn_bias",) if x in given}
             mask = _one_mask(case, given)
             given |= bias
+        if "scale" in given and said and case.dtype.itemsize > 2:
+            given["scale"] = torch.tensor(given["scale"], device=case.device)
         module.is_causal = causal if not said else not causal  # type: ignore[assignment]
         theirs = {names.get(name, name): x for name, x in given.items()}
         theirs |= {"is_causal": causal} if said else {}
@@ -307,13 +318,14 @@ def _flex_attention(case: Case, draw: Draw) -> Function:
             block_mask = create_block_mask(mask_mod, *rows, *sizes[2:], **how)
         return flex_attention.flex_attention(
             q, k, v, score_mod if changes else None, block_mask, given.get("scale"),
-            enable_gqa=True, return_lse=return_lse,
+            enable_gqa=case.G > 1, return_lse=return_lse,
         )  # fmt: skip
 
     return call
 
 
-_HIDDEN = frozenset(("key_padding_mask", "key_lengths", "documents"))
+_PADDED, _OTHER_MASKS = {"key_padding_mask"}, {"causal", "window", "attn_mask", "attn_bias"}
+_HIDDEN = {*_PADDED, "key_lengths", "documents"}
 _OF_ROWS = {*_HIDDEN, "mask_mod", "prefix_lengths"}
 # Values of options that torch's functions can be.
 _OF_TORCH: dict[str, Function] = {
@@ -322,10 +334,17 @@ _OF_TORCH: dict[str, Function] = {
 INTEGRATIONS: dict[str, Integration] = {
     "flash_attn": Integration(_flash_attn, lse=True),
     "sdpa": Integration(_sdpa),
-    "diffusers": Integration(_diffusers, lse=True, spoils=_HIDDEN),
+    "diffusers": Integration(
+        _diffusers, lse=True, spoils=lambda names: names >= _PADDED and names & _OTHER_MASKS
+    ),
     "xformers": Integration(_xformers),
-    "transformers": Integration(_transformers, spoils=_HIDDEN),
+    "transformers": Integration(
+        _transformers, spoils=lambda names: names >= _PADDED and names & {"window", "attn_mask"}
+    ),
     "flex_attention": Integration(
-        _flex_attention, lse=True, spoils=_HIDDEN | {"attn_bias"}, values=_OF_TORCH
+        _flex_attention,
+        lse=True,
+        spoils=lambda names: names & {*_HIDDEN, "attn_bias"},
+        values=_OF_TORCH,
     ),
 }
