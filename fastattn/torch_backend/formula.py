@@ -4,7 +4,8 @@ It holds all scores of its queries in memory. It serves options that torch's own
 and, in chunks of queries, double backward, also for the kernels. The oracle of both is `reference`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,14 +72,11 @@ def dropped(
 def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Tensor:
     """Scores [B, H_q, T_q, T_k] in fp32 or wider, -inf where masked."""
     (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
-    q, k = wide(q, None), wide(k, masks.existing_keys(options, T_k, q.device))
+    exists = masks.existing_keys(options, T_k, q.device)
+    q, k = wide(q, None), wide(k, exists)
     products = _of_groups(q, k)
     if options.query2 is not None and options.key2 is not None:
-        q2, k2 = (
-            wide(options.query2, None),
-            wide(options.key2, masks.existing_keys(options, T_k, q.device)),
-        )
-        products = products + _of_groups(q2, k2)
+        products = products + _of_groups(wide(options.query2, None), wide(options.key2, exists))
     keep = masks.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
     x = _scores(products, q, k, keep, options, first_row)
     return x if keep is None else torch.where(keep, x, float("-inf"))
@@ -207,9 +205,11 @@ def each_sequence(
         inputs = (q, k, v, *options.differentiable)
         nothing = torch.stack([0 * x.sum().float() for x in inputs if x is not None]).sum()
         outputs, lses = [outputs[0] + nothing], [lses[0] + nothing]
-    for n, rows, keys, of_sequence in sequences(options, q.shape[0], k.shape[0]):
-        one = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
-        results = attend(*one, of_sequence, return_lse=return_lse, first_row=n)
+    every = [*sequences(options, q.shape[0], k.shape[0])]
+    rows, keys = [x[1] for x in every], [x[2] for x in every]
+    for (n, *_, own), *parts in zip(every, cut(q, rows), cut(k, keys), cut(v, keys), strict=False):
+        one = [x.transpose(0, 1)[None] for x in parts]
+        results = attend(*one, own, return_lse=return_lse, first_row=n)
         if isinstance(results, tuple):
             lses.append(results[1][0])
         outputs.append((results[0] if isinstance(results, tuple) else results)[0].transpose(0, 1))
@@ -234,29 +234,29 @@ def sequences(
     assert options.cu_seqlens_q is not None and options.cu_seqlens_k is not None
     checks.check_offset_values("cu_seqlens_q", options.cu_seqlens_q, total_q)
     checks.check_offset_values("cu_seqlens_k", options.cu_seqlens_k, total_k)
-    q_starts, k_starts = options.cu_seqlens_q.tolist(), options.cu_seqlens_k.tolist()
-    for n in range(len(q_starts) - 1):
-        rows = slice(q_starts[n], q_starts[n + 1])
-        keys = slice(k_starts[n], k_starts[n + 1])
-        yield n, rows, keys, _of_sequence(options, n, rows, keys)
+    starts = {"q": options.cu_seqlens_q.tolist(), "k": options.cu_seqlens_k.tolist()}
+    parts = {of: [slice(*ends) for ends in pairwise(x)] for of, x in starts.items()}
+    fields = [(name, of, getattr(options, name)) for name, of in LAID_AS.items()]
+    laid = {name: cut(x, parts[of]) for name, of, x in fields if x is not None}
+    for n, (rows, keys) in enumerate(zip(parts["q"], parts["k"], strict=True)):
+        yield n, rows, keys, _of_sequence(options, n, rows, keys, laid)
+
+
+def cut(x: Tensor, parts: Sequence[slice]) -> Sequence[Tensor]:
+    """Rows of packed sequences, with one gradient for all: that of a slice is as large as x."""
+    sizes = [part.stop - part.start for part in parts]
+    return x.split_with_sizes([*sizes, x.shape[0] - sum(sizes)])
 
 
 _BY_SEQUENCE = along("B")
 
 
-def _of_sequence(options: Options, n: int, rows: slice, keys: slice) -> Options:
-    """Options of sequence n of a packed call."""
-    own: dict[str, Any] = {}
+def _of_sequence(options: Options, n: int, rows: slice, keys: slice, laid: Any) -> Options:
+    """Options of sequence n of a packed call, with its parts of what is laid as q or k."""
+    own: dict[str, Any] = {name: x[n].transpose(0, 1)[None] for name, x in laid.items()}
     for name, behind in _BY_SEQUENCE.items():
         x = getattr(options, name)
         if x is not None and x.dim() == behind + 1:
             own[name] = x[n : n + 1]
-    for name, of in LAID_AS.items():
-        if (x := getattr(options, name)) is not None:
-            own[name] = x[rows if of == "q" else keys].transpose(0, 1)[None]
-    return options._replace(
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
-        query_offset=(keys.stop - keys.start) - (rows.stop - rows.start),
-        **own,
-    )
+    offset = (keys.stop - keys.start) - (rows.stop - rows.start)
+    return options._replace(cu_seqlens_q=None, cu_seqlens_k=None, query_offset=offset, **own)

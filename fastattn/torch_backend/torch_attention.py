@@ -137,11 +137,13 @@ def _step(q: Tensor, k: Tensor, options: Options, by_formula: bool) -> int:
     flagged = _is_causal(options) and T_k > _KEYS_AT_ONCE
     made = options._replace(causal=False, right=None) if flagged else options
     of_all = B * H_q if by_formula or options.dropout else masks.copies(made, B, H_q)
-    many = of_all * T_k if q.is_cpu else -(-of_all * T_k // _ELSEWHERE)
-    step = T_q if many * T_q <= _MOST else max(1, _AT_ONCE // many)
     # Keys that a chunk in the middle of many sees.
-    keys = seen_keys(options._replace(query_offset=T_k), _QUERIES, 2 * T_k)
-    return min(step, _QUERIES) if 2 * keys.number <= T_k else step
+    keys = seen_keys(options._replace(query_offset=T_k), _QUERIES, 2 * T_k).number
+    narrow = 2 * keys <= T_k
+    many = of_all * (keys if narrow else T_k)
+    many = many if q.is_cpu else -(-many // _ELSEWHERE)
+    step = T_q if many * T_q <= _MOST else max(1, _AT_ONCE // many)
+    return min(step, _QUERIES) if narrow else step
 
 
 def _in_chunks(
@@ -252,10 +254,8 @@ def _masked(
 
 def _records(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether autograd records the call."""
-    if not torch.is_grad_enabled():
-        return False
     inputs = (q, k, v, *options.differentiable, *options.mod_tensors)
-    return any(x is not None and x.requires_grad for x in inputs)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def _with_lse(

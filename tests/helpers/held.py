@@ -9,9 +9,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Held(TorchDispatchMode):
-    """Numbers in the largest storage behind a result, and bytes held at once, at most."""
+    """Numbers in the largest storage behind a result, those of all results, and bytes held at once,
+    at most.
+    """
 
-    largest = most = 0
+    largest = total = most = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,6 +28,7 @@ class Held(TorchDispatchMode):
                 # A broadcast takes no memory.
                 storage = x.untyped_storage()
                 self.largest = max(self.largest, storage.nbytes() // x.element_size())
+                self.total += x.numel()
                 ref = StorageWeakRef(storage)
                 self.storages[ref.cdata] = ref, storage.nbytes()
         self.most = max(self.most, self.now())

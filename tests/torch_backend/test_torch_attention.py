@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from held import Held
 from scores_in_memory import in_chunks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
@@ -178,9 +179,12 @@ def test_gradients_that_are_computed_again(name: str, device: str, monkeypatch: 
         o.sum().backward()
 
 
-@pytest.mark.parametrize("first", [0, 2])
-def test_narrow_windows_skip_keys(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, (q, k, v) = in_chunks(monkeypatch, 2**22), make_qkv(2, 4, 2, 12, D=8)
+@pytest.mark.parametrize(("first", "at_once"), [(0, 2**22), (2, 2**22), (2, 20)])
+def test_narrow_windows_skip_keys(
+    first: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have chunks of as many queries, however many keys are outside."""
+    made, (q, k, v) = in_chunks(monkeypatch, at_once), make_qkv(2, 4, 2, 12, D=8)
     torch_attention(q, k, v, causal=True, window=2, keep_first=first)
     assert max(made) == 2 * (3 + first)  # two queries see three keys beside the first
 
@@ -248,6 +252,22 @@ def test_no_sequences_have_gradients(backend: str, return_lse: bool, device: str
         torch.autograd.grad(sum(x.sum() for x in (o, *rest)), leaves), leaves, strict=True
     ):
         assert grad.shape == x.shape and (grad == 0).all()
+
+
+def test_gradients_of_packed_sequences_are_joined_once() -> None:
+    """No sequence makes one as large as that of all."""
+    made = []
+    for count in (10, 20):
+        leaves = [torch.zeros(3 * count, 2, 8, requires_grad=True) for _ in range(4)]
+        offsets = torch.arange(0, 3 * count + 1, 3, dtype=torch.int32)
+        o = fastattn.attention_varlen(
+            *leaves[:3], offsets, relative_query=leaves[3], relative_keys=torch.zeros(2, 3, 8),
+            backend="torch",
+        )  # fmt: skip
+        with Held() as held:
+            torch.autograd.grad(o.sum(), leaves)
+        made.append(held.total)
+    assert made[1] <= 2 * made[0]
 
 
 def test_first_derivatives_stay_those_of_the_fused_kernel() -> None:
