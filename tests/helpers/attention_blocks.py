@@ -292,6 +292,10 @@ def _by_name(s: Tensor) -> Tensor:
     return torch.nan_to_num(input=s.softmax(dim=-1)).permute(dims=(0, 1, 2, 3))
 
 
+def _rows(m: Tensor) -> Tensor:
+    return m.to(torch.bool).view(1, 1, *m.shape).expand(1, 2, -1, -1).reshape(2, *m.shape)[:1]
+
+
 def _billion(s: Tensor) -> Tensor:
     return s.new_full(size=(), fill_value=1e9, dtype=torch.float64).to(dtype=s.dtype)
 
@@ -299,6 +303,9 @@ def _billion(s: Tensor) -> Tensor:
 # Of q, k, v, their scores, and what is hidden, which is a whole row too.
 FORMS: dict[str, Callable[..., Tensor]] = {
     "nan": lambda q, k, v, s, m: _viewed(_by_name(s.masked_fill(m, -math.inf)) @ v),
+    "again": lambda q, k, v, s, m: (
+        F.dropout(s.where(~_rows(m), -1e9).softmax(-1), 0.0, True).masked_fill(_rows(m), 0) @ v
+    ),
     "less": lambda q, k, v, s, m: (s - m * _billion(s)).softmax(-1) @ v,
     "dots": lambda q, k, v, s, m: torch.einsum("...id,...jd->...ij", [q, k]).softmax(-1) @ v,
     "no-grad": lambda q, k, v, s, m: s.masked_fill(_no_grad_mask(m), -1e9).softmax(-1) @ v,
@@ -324,8 +331,8 @@ class Formed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
-        hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        hidden[3] = True
+        row = torch.arange(x.shape[1])[:, None]
+        hidden = (row < row.T) | (row == 3)
         return self.form(q, k, v, q @ k.mT, hidden).transpose(1, 2).flatten(2)
 
 

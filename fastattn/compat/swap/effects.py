@@ -42,10 +42,9 @@ def why_not_moved(graph: fx.Graph, chain: Iterable[fx.Node]) -> str | None:
         elif waiting and read and node.op in ("call_function", "call_method"):
             if "autocast" in name or name.startswith("_set_") or "out" in node.kwargs:
                 return f"{name} is between the products"
-            changed = node.args[0] if node.args else None
-            if is_in_place(node) and not (
-                isinstance(changed, fx.Node) and _memory(changed).isdisjoint(read)
-            ):
+            x = node.args[0] if node.args else None
+            changed = _memory(x) if isinstance(x, fx.Node) else read
+            if is_in_place(node) and not changed.isdisjoint(read):
                 return f"{name} is between the products"
     return None
 
@@ -62,12 +61,14 @@ def name_of(node: fx.Node) -> str:
 
 
 def is_in_place(node: fx.Node) -> bool:
-    name, schema = name_of(node), getattr(node.target, "_schema", None)
+    name, is_call = name_of(node), node.op in ("call_function", "call_method")
     if getattr(node.target, "__module__", "") == "_operator":  # or_ is none
         return name in _IN_PLACE
-    # A set flag may mean in-place.
-    flagged = any(x is True for x in (*node.args[1:], node.kwargs.get("inplace")))
-    return flagged or name.endswith("_") or bool(schema is not None and schema.is_mutable)
+    # A set flag may mean in-place. Names of inputs, such as L_x_, end as those of methods do.
+    flags = node.args[3 if name == "dropout" else 1 :]
+    flagged = any(x is True for x in (*flags, node.kwargs.get("inplace")))
+    mutable = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    return is_call and bool(flagged or name.endswith("_") or mutable)
 
 
 def _memory(node: fx.Node) -> set[Any]:

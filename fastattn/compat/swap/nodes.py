@@ -42,7 +42,7 @@ _SWAPS = ("transpose", "swapaxes", "swapdims")
 # Operations that give the same for the same operands.
 _OF_MASKS = frozenset((
     "eq", "ne", "lt", "gt", "le", "ge", "bitwise_not", "logical_not", "getitem", "unsqueeze",
-    "bool",
+    "bool", "to", "view", "reshape", "expand",
 ))  # fmt: skip
 _WORDS = {"getitem": "indexing", "sub": "subtraction", "add": "addition", "mul": "multiplication",
           "div": "division", "matmul": "a product with a vector"}  # fmt: skip
@@ -143,8 +143,6 @@ def alike(a: Any, b: Any) -> bool:
     """Whether two nodes, or arguments of nodes, are computed alike from the same."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(map(alike, a, b))
-    if isinstance(a, slice) and isinstance(b, slice):
-        return alike((a.start, a.stop, a.step), (b.start, b.stop, b.step))
     if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
         return type(a) is type(b) and bool(a == b)
     fixed = operation(a) in _OF_MASKS and operation(a) == operation(b) and not a.kwargs
