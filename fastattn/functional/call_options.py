@@ -141,9 +141,9 @@ def _dense(
 ) -> Options:
     """Options of checked tensors. By default the last query is at the last key."""
     T_q, T_k = sizes["T_q"], sizes["T_k"]
-    offset, scale = T_k - T_q, sizes["D"] ** -0.5
+    offset, scale = T_k - T_q, float(sizes["D"]) ** -0.5
     if isinstance(offset, Tensor):
-        # torch.jit.trace records sizes as tensors, and an int would become a constant.
+        # torch.jit.trace records sizes as tensors: an int would be a constant, a power fp32.
         fields = {"query_offsets": offset.to(q.device).expand(q.shape[0]), "scale": scale}
         return _checked_options(Checking(q, k, v, EXPECTED, options, fields, sizes))
     fields = {"query_offset": offset, "scale": scale}
@@ -204,7 +204,7 @@ def _packed(
         "query_offset": None,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
-        "scale": q.shape[2] ** -0.5,
+        "scale": float(q.shape[2]) ** -0.5,
     }
     sizes["B"] = N
     return _checked_options(Checking(q, k, v, EXPECTED, options, fields, sizes))

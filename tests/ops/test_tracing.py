@@ -322,6 +322,11 @@ def test_what_torch_jit_traces_serves_other_lengths(backend: str) -> None:
     for sizes in ((16, 4, 16), (33, 4, 33), (5, 4, 20), (16, 2, 16)):
         inputs = heads(*sizes)
         torch.testing.assert_close(traced(*inputs), attend(*inputs))
+    if backend == "torch":  # the kernels have no fp64
+        for function, inputs in ((attend, heads(5)), (attend_packed, packed(2, 3))):
+            doubles = [x.double() if x.is_floating_point() else x for x in inputs]
+            traced = torch.jit.trace(function, doubles, check_trace=False)
+            assert torch.equal(traced(*doubles), function(*doubles))
 
 
 def scriptable(name: str) -> nn.Module:

@@ -147,14 +147,11 @@ def _takes_rules(config: type) -> bool:
     from transformers import AttentionInterface
 
     models = _models_of(config)
-    spaces = [vars(sys.modules[name]) for name in {model.__module__ for model in models}]
-    looked_up = any(isinstance(x, AttentionInterface) for space in spaces for x in space.values())
-    own = [
-        x.__name__
-        for space in spaces
-        for x in space.values()
-        if isinstance(x, type) and issubclass(x, nn.Module) and is_attention(x)
-    ]
+    modules = {sys.modules[model.__module__] for model in models}
+    named = [x for module in modules for x in vars(module).values()]
+    looked_up = any(isinstance(x, AttentionInterface) for x in named)
+    kinds = [x for x in named if isinstance(x, type) and issubclass(x, nn.Module)]
+    own = [kind.__name__ for kind in kinds if is_attention(kind)]
     if own and not looked_up:
         raise ValueError(
             f'attn_implementation="fastattn" cannot serve models of {config.__name__}: {own[0]} '
@@ -166,25 +163,26 @@ def _takes_rules(config: type) -> bool:
 
 
 def _models_of(config: type) -> list[type]:
-    """Model classes of a config class; for a part's config without any, those of its family."""
+    """Model classes of a config class; without any, its family's, or AutoModel's for it."""
+    from transformers import MODEL_MAPPING
+
     names = [base.__module__ for base in config.__mro__ if ".configuration_" in base.__module__]
     families = [name.replace(".configuration_", ".modeling_") for name in names]
     for family in families:
         with suppress(ImportError):
             import_module(family)
-    by_config: dict[Any, list[type]] = {}
-    for model in _models():
-        by_config.setdefault(getattr(model, "config_class", None), []).append(model)
-    named = next((by_config[base] for base in config.__mro__ if base in by_config), [])
-    return named or [model for model in _models() if model.__module__ in families[:1]]
+    models = _models()
+    of_bases = ([x for x in models if x.config_class is base] for base in config.__mro__)
+    of_family = [x for x in models if x.__module__ in families[:1]]
+    own = next(filter(None, (*of_bases, of_family)), None)
+    return own or ([MODEL_MAPPING[config]] if config in MODEL_MAPPING else [])
 
 
-def _models() -> Iterator[type]:
+def _models() -> list[Any]:
     """Loaded model classes."""
     from transformers import PreTrainedModel
 
-    kinds: list[type] = [PreTrainedModel]
-    while kinds:
-        kind = kinds.pop()
+    kinds: list[Any] = [PreTrainedModel]
+    for kind in kinds:
         kinds += kind.__subclasses__()
-        yield kind
+    return kinds
