@@ -1,6 +1,5 @@
 """flash-attn's functions against the naive reference, in flash-attn's layout."""
 
-from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -8,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from calls_of_flash_attn import case, check, check_parts, offsets, oracle
-from fuzz.cases import TAKES, drawn, legal
-from fuzz.judges import check as check_case
 from oracles import assert_by_oracle, with_gradients
 
 from fastattn import dispatch, document_ids, reference
@@ -17,20 +14,6 @@ from fastattn.compat import flash_attn
 from fastattn.compat.flash_attn import bert_padding
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
-
-
-OPTIONS = sorted(TAKES["flash_attn"])
-
-
-@pytest.mark.parametrize(
-    ("seed", "backend"),
-    [*((n, "torch") for n in range(64)), *((n, "triton") for n in range(5, 64, 9))],
-)
-def test_generated_calls(seed, backend, device):
-    """Every set of options, dense or packed, by a version's function, with gradients."""
-    names = tuple(name for n, name in enumerate(OPTIONS) if seed >> n & 1)
-    case = replace(drawn(seed, backend), call="flash_attn", options=names, traits=frozenset())
-    check_case(legal(replace(case, device=device)))
 
 
 def test_what_is_returned_also_when_compiled(draw):
