@@ -144,7 +144,8 @@ def _with_dlse(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, dlse: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """Inputs of the backward with one more column, that add dlse to ds = p (do.v - do.o)."""
-    wide = [torch.nn.functional.pad(x.to(dtype), (0, 1)) for x in (do, q, k, v, o)]
+    # Padded, tensors of one column keep the order of dims that torch calls channels_last.
+    wide = [torch.nn.functional.pad(x.to(dtype), (0, 1)).contiguous() for x in (do, q, k, v, o)]
     wide[0][..., -1] = 1
     wide[-1][..., -1] = -dlse
     return tuple(wide)

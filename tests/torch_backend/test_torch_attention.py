@@ -15,8 +15,8 @@ import fastattn
 from fastattn import reference
 from fastattn.functional import call_memo
 from fastattn.options import LEARNED
-from fastattn.testing import make_qkv
-from fastattn.testing.inputs import draws
+from fastattn.testing import assert_matches_reference, make_qkv
+from fastattn.testing.inputs import draw, draws
 from fastattn.testing.option_examples import option_examples
 from fastattn.torch_backend import cpu_kernel, decode
 from fastattn.torch_backend import torch_attention as torch_backend
@@ -233,6 +233,12 @@ def test_infinite_sinks_are_those_of_the_reference(sink: float, length: int) -> 
     actual = torch_attention(q, k, v, return_lse=True, **options)
     exact = reference.attention(q, k, v, return_lse=True, **options)
     torch.testing.assert_close(actual, exact, equal_nan=True)
+
+
+def test_one_column_of_heads_side_by_side() -> None:
+    """torch reads the strides of such tensors in two ways."""
+    q, k, v = (draw(2, 7, heads, 1).transpose(1, 2) for heads in (3, 1, 1))
+    assert_matches_reference(torch_attention, q, k, v, sinks=draw(3))
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])
