@@ -157,7 +157,7 @@ def _diffusers(case: Case, draw: Draw) -> Function:
         masks, mask = given.keys() - {"dropout", "scale"}, None
         if masks == {"key_padding_mask"}:
             mask = given.pop("key_padding_mask")
-            if as_bias and "nan" not in case.traits:
+            if as_bias and not {"nan", "spoilt"} & case.traits:
                 mask = torch.zeros(mask.shape, device=case.device).masked_fill(~mask, -math.inf)
         elif masks == {"causal"} and case.T_q == case.T_k:
             given["is_causal"] = given.pop("causal")

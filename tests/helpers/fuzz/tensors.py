@@ -63,6 +63,8 @@ def laid(x: Tensor, layout: str) -> Tensor:
         return memory[1:].view(x.shape).copy_(x)
     if layout == "every-second":
         return torch.stack((x, x), 3).flatten(2, 3)[:, :, ::2]
+    if layout == "heads-last":  # torch's channels_last
+        return x.contiguous(memory_format=torch.channels_last)
     if layout == "columns":
         return x.mT.contiguous().mT
     if layout == "negative":
@@ -100,6 +102,7 @@ def assert_nan_stays(
     with_lse = "dropout" in options or draw.chance(0.5)
     with torch.no_grad():
         clean, seen = call(plain, return_lse=True)
+        clean = clean if with_lse else call(plain, return_lse=False)
         o = call(plain.masked_fill(hit[..., None] & column, math.nan), return_lse=with_lse)
     o, lse = o if with_lse else (o, None)
     if q.dim() == 3:  # packed
