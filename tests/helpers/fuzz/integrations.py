@@ -32,8 +32,8 @@ Function = Callable[..., Any]
 class Integration(NamedTuple):
     """Makes a function in the signature of `attention` for a case.
 
-    lse: it is returned on request. spoils: whether with these options NaN in hidden keys does.
-    values: of options, in place of those of `attention`.
+    lse: whether it is returned on request. spoils: whether NaN in hidden keys reaches results, with
+    these options. values: of options, in place of those of `attention`.
     """
 
     make: Callable[[Case, Draw], Function]
