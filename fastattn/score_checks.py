@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import tracing
 from .checks import (
     FARTHEST,
     Sizes,
@@ -26,6 +25,7 @@ from .checks import (
     within_reach,
 )
 from .jit_functions.stand_ins import is_jit
+from .tracing import wants_gradient
 
 # An operator has so many parameters for them.
 MAX_MOD_TENSORS = 8
@@ -224,7 +224,7 @@ def check_bias(x: Tensor, call: Checking, name: str = "attn_bias") -> Tensor:
 
 def check_alibi_slopes(slopes: Tensor, call: Checking) -> Tensor:
     """Slopes have no gradient."""
-    if tracing.wants_gradient(slopes):
+    if wants_gradient(slopes):
         raise ValueError(
             "alibi_slopes have no gradient, but require one; relative_bias can be learned"
         )
@@ -301,7 +301,7 @@ def check_score_mod(mod: Any, call: Checking) -> Any:
     if call.arguments.get("score_mod_grad") is not None or not torch.is_grad_enabled():
         return mod
     inputs = (call.q, call.k, call.v, *call.fields.values())
-    if any(isinstance(x, Tensor) and tracing.wants_gradient(x) for x in inputs):
+    if any(isinstance(x, Tensor) and wants_gradient(x) for x in inputs):
         grad = derived(mod, call.fields.get("mod_tensors", ()), "where an input requires grad")
         call.fields["score_mod_grad"] = grad
     return mod
@@ -352,7 +352,7 @@ def check_mod_tensors(tensors: Any, call: Checking) -> tuple[Tensor, ...]:
         check_input(name, x, "", "...", call.q, {})
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {list(x.stride())}")
-        if torch.is_grad_enabled() and tracing.wants_gradient(x):
+        if torch.is_grad_enabled() and wants_gradient(x):
             raise ValueError(
                 f"{name} has no gradient, but requires one: detach it, or call under "
                 "torch.no_grad(); relative_bias and attn_bias can be learned"

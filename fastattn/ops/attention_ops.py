@@ -229,7 +229,7 @@ _OPERATORS = Kernels(
     attention_backward_relative.by_op,
     attention_backward_mods.by_op,
 )
-PORTABLE = Kernels(
+PORTABLE: Kernels = Kernels(
     attention_forward.direct,
     attention_backward.direct,
     attention_backward_bias.direct,
@@ -238,7 +238,7 @@ PORTABLE = Kernels(
     _prepare_portable,
     _OPERATORS,
 )
-HOPPER = PORTABLE._replace(
+HOPPER: Kernels = PORTABLE._replace(
     forward=hopper_forward.direct,
     backward=hopper_backward.direct,
     prepare=_prepare_hopper,
