@@ -79,34 +79,39 @@ def test_a_model_that_is_asked_for_weights_gives_them(name: str, compiled: bool,
     assert model(ids).attentions is None
 
 
-@pytest.mark.parametrize(
-    "way", ["none", "padding", "mask", "bias", "window", "static", "chosen", "chosen of padded"]
-)
+LEFT_PADDED = torch.arange(9) >= torch.tensor([[3], [0]])
+CHOSEN = {"indices": torch.tensor([[[2, 5, 8]], [[0, 3, 4]]])}
+# Masks and options of a step.
+STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "none": (None, {}),
+    "padding": (hf_attention.attention_mask(2, 1, 9, 8, attention_mask=LEFT_PADDED), {}),
+    "mask": (LEFT_PADDED[:, None, None], {"softcap": 2.0}),
+    "bias": (None, {"position_bias": torch.randn(1, 2, 1, 9), "s_aux": torch.ones(2)}),
+    "window": (None, {"sliding_window": 4}),
+    "static": (hf_attention.attention_mask(2, 1, 9, torch.tensor(5)), {}),
+    "chosen": (None, CHOSEN),
+    "chosen of padded": (LEFT_PADDED, CHOSEN),
+    "autocast": (None, {}),  # which leaves turned queries and keys in fp32
+}
+
+
+@pytest.mark.parametrize("way", STEPS)
 def test_one_new_token_is_decoded(way, monkeypatch):
     """Decode by the kernels that split the keys; the result is as without them."""
     q, k, v = heads(1, 9, B=2)
-    keys = torch.arange(9) >= torch.tensor([[3], [0]])
-    chosen = {"indices": torch.tensor([[[2, 5, 8]], [[0, 3, 4]]])}
-    given = {
-        "none": (None, {}),
-        "padding": (hf_attention.attention_mask(2, 1, 9, 8, attention_mask=keys), {}),
-        "mask": (keys[:, None, None], {"softcap": 2.0}),
-        "bias": (None, {"position_bias": torch.randn(1, 2, 1, 9), "s_aux": torch.ones(2)}),
-        "window": (None, {"sliding_window": 4}),
-        "static": (hf_attention.attention_mask(2, 1, 9, torch.tensor(5)), {}),
-        "chosen": (None, chosen),
-        "chosen of padded": (keys, chosen),
-    }
-    mask, options = given[way]
+    mask, options = STEPS[way]
     decoded = []
     monkeypatch.setattr(
         hf_attention,
         "decode_attention",
         lambda *a, **o: decoded.append(o) or decode_attention(*a, **o),
     )
-    wanted, _ = hf_attention.attention_forward(layer(), q, k, v, mask, **options)
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast")
+    with cast:
+        v = v.bfloat16() if way == "autocast" else v
+        wanted, _ = hf_attention.attention_forward(layer(), q, k, v, mask, **options)
     assert not decoded
-    with torch.no_grad():
+    with cast, torch.no_grad():
         actual, _ = hf_attention.attention_forward(layer(), q, k, v, mask, **options)
     assert len(decoded) == 1 and actual.shape == (2, 1, 2, 8) and actual.is_contiguous()
     torch.testing.assert_close(actual, wanted)

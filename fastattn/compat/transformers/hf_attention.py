@@ -195,7 +195,6 @@ def attention_forward(
         check_entries(mask, query, key)
         _add_mask(options, mask)
     options = {name: x for name, x in options.items() if x is not None}
-    query, key, value, options = inputs.autocast(query, key, value, options)
     attend: Attend = attention
     if any(x is not None for x in chosen):
         lists, size = _lists(module, *chosen)
@@ -204,9 +203,10 @@ def attention_forward(
             attend = partial(selected_attention, indices=lists, block=(1, size))
             return _attend(query, key, value, sinks, options, attend)[0], None
         _add_mask(options, _shown(lists, size, query, key))
-    if sinks is None and not output_attentions and _is_one_step(query, key, value, options):
-        return _one_step(query, key, value, options), None
-    o, share = _attend(query, key, value, sinks, options, attend)
+    *cast, given = inputs.autocast(query, key, value, options)
+    if sinks is None and not output_attentions and _is_one_step(*cast, given):
+        return _one_step(*cast, given), None
+    o, share = _attend(*cast, sinks, given, attend)
     if not output_attentions:
         return o, None
     options.pop("dropout", None)
