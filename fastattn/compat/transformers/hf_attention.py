@@ -203,10 +203,10 @@ def attention_forward(
             attend = partial(selected_attention, indices=lists, block=(1, size))
             return _attend(query, key, value, sinks, options, attend)[0], None
         _add_mask(options, _shown(lists, size, query, key))
-    *cast, given = inputs.autocast(query, key, value, options)
-    if sinks is None and not output_attentions and _is_one_step(*cast, given):
-        return _one_step(*cast, given), None
-    o, share = _attend(*cast, sinks, given, attend)
+    q, k, v, given = inputs.autocast(query, key, value, options)
+    if sinks is None and not output_attentions and _is_one_step(q, k, v, given):
+        return _one_step(q, k, v, given), None
+    o, share = _attend(q, k, v, sinks, given, attend)
     if not output_attentions:
         return o, None
     options.pop("dropout", None)
@@ -323,11 +323,9 @@ def _is_one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, A
 def _one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
     """[B, 1, H_q, D_v] by the decode kernels, which split keys where there are few rows."""
     B, _, T_k, _ = key.shape
-    wanted = {"causal": False, **options}
-    for name in ("dropout", "query_offset"):
-        wanted.pop(name, None)
-    padding = wanted.pop("key_padding_mask", None)
-    if padding is not None:
+    left = ("dropout", "query_offset", "key_padding_mask")
+    wanted = {"causal": False} | {name: x for name, x in options.items() if name not in left}
+    if (padding := options.get("key_padding_mask")) is not None:
         _add_mask(wanted, padding[:, None, None])
     for name in ("attn_mask", "attn_bias"):
         if name in wanted:
