@@ -274,9 +274,9 @@ def families(
 
 
 def wants_gradients(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether autograd records a backward."""
-    inputs = (q, k, v, *options.differentiable)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    """Whether autograd records a backward, at any level of torch.func's transforms."""
+    inputs = (x for x in (q, k, v, *options.differentiable) if x is not None)
+    return torch.is_grad_enabled() and any(map(tracing.wants_gradient, inputs))
 
 
 def why_quarantined(backend: str, q: Tensor, v: Tensor, families: tuple[str, ...]) -> str | None:

@@ -191,3 +191,15 @@ def test_autocast_rounds_nothing(kind: str, backend: str, device: str) -> None:
             wholes.append(decode_attention(q, whole, backend=backend))
         torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(*wholes)
+
+
+def test_a_gradient_that_a_transform_hides_is_refused(device: str) -> None:
+    q, k, v, lengths = tokens(device)
+    view = fill("contiguous", k, v, lengths).view
+    q.requires_grad_()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return x * decode_attention(1 * q, view).sum()
+
+    with pytest.raises(RuntimeError, match="decode_attention has no gradients"):
+        torch.func.grad(loss)(torch.ones((), device=device))
