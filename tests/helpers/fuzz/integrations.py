@@ -32,12 +32,14 @@ Function = Callable[..., Any]
 class Integration(NamedTuple):
     """Makes a function in the signature of `attention` for a case.
 
-    lse: whether it is returned on request. spoils: whether NaN in hidden keys reaches results, with
-    these options. values: of options, in place of those of `attention`.
+    lse: whether it is returned on request. packs: whether packed sequences have a function too.
+    spoils: whether NaN in hidden keys reaches results, with these options. values: of options, in
+    place of those of `attention`.
     """
 
     make: Callable[[Case, Draw], Function]
     lse: bool = False
+    packs: bool = False
     spoils: Callable[[set[str]], object] = lambda names: False
     values: Mapping[str, Function] = MappingProxyType({})
 
@@ -45,7 +47,7 @@ class Integration(NamedTuple):
 def stand_in(case: Case) -> tuple[Case, Function]:
     """The call that an integration's function replaces, and that function in its signature."""
     draw, integration = case.random("integration"), INTEGRATIONS[case.call]
-    packed = case.call == "flash_attn" and draw.chance(0.4)
+    packed = integration.packs and draw.chance(0.4)
     traits = case.traits if integration.lse else (case.traits | {"o"}) - {"lse", "spoilt"}
     traits -= {"nan"} if integration.spoils({*case.options}) else set()
     case = replace(case, call="attention_varlen" if packed else "attention", traits=traits)
@@ -61,18 +63,9 @@ def _flash_attn(case: Case, draw: Draw) -> Function:
     beside = draw.choice({}, _WITHOUT_EFFECT) if module is version_2 else {}
     flag = "return_attn_probs" if module is version_3 else "return_lse"
 
-    def call(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: bool,
-        window: Any = (None, None),
-        **given: Any,
-    ) -> Any:
-        sides = (window - 1, 0) if isinstance(window, int) else window
+    def call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any) -> Any:
         none = None if module is version_4 else -1
-        given["window"] = tuple(none if side is None else side for side in sides)
+        given["window"] = tuple(none if side is None else side for side in _sides(given))
         theirs = {_FLASH.get(name, name): x for name, x in given.items()} | beside
         if return_lse:
             theirs[flag] = True
@@ -94,6 +87,12 @@ _WITHOUT_EFFECT = {"num_splits": 3, "pack_gqa": True, "qv": None, "attention_chu
 
 def _turned(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
+
+
+def _sides(given: Given) -> tuple[int | None, int | None]:
+    """Keys that a query sees before and after it, by a call's window."""
+    window = given.get("window", (None, None))
+    return (window - 1, 0) if isinstance(window, int) else window
 
 
 def _one_mask(case: Case, given: Given) -> Tensor | None:
@@ -158,7 +157,7 @@ def _diffusers(case: Case, draw: Draw) -> Function:
         if masks == {"key_padding_mask"}:
             mask = given.pop("key_padding_mask")
             if as_bias and not {"nan", "spoilt"} & case.traits:
-                mask = torch.zeros(mask.shape, device=case.device).masked_fill(~mask, -math.inf)
+                mask = torch.where(mask, 0.0, -math.inf)
         elif masks == {"causal"} and case.T_q == case.T_k:
             given["is_causal"] = given.pop("causal")
         else:
@@ -187,9 +186,8 @@ def _xformers(case: Case, draw: Draw) -> Function:
         return x if grouped else x.flatten(2, 3)
 
     def bias_of(given: Given) -> Any:
-        causal, window = given.get("causal", False), given.get("window")
-        sides = (window - 1, 0) if isinstance(window, int) else window
-        windowed = sides is not None and sides != (None, None)
+        causal, window, sides = given.get("causal", False), given.get("window"), _sides(given)
+        windowed = sides != (None, None)
         if not {"attn_bias", "attn_mask"} & given.keys():
             if causal and not windowed and case.T_q == case.T_k:
                 return type("LowerTriangularMask", (), {})()
@@ -202,7 +200,7 @@ def _xformers(case: Case, draw: Draw) -> Function:
         if mask is None:
             return None
         if mask.dtype == torch.bool:
-            mask = torch.zeros(mask.shape, device=case.device).masked_fill(~mask, -math.inf)
+            mask = torch.where(mask, 0.0, -math.inf)
         if not grouped:
             return mask
         return mask.unsqueeze(1) if mask.shape[1] == 1 else mask.unflatten(1, groups)
@@ -226,7 +224,7 @@ def _transformers(case: Case, draw: Draw) -> Function:
     def call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any) -> Tensor:
         causal, window, mask = given.get("causal", False), given.get("window"), None
         # A layer has one window for both sides, and one that is not causal sees ahead.
-        rule = not window or window == (None, None) or (causal and isinstance(window, int))
+        rule = _sides(given) == (None, None) or (causal and isinstance(window, int))
         if rule and "attn_mask" not in given:
             given = {name: x for name, x in given.items() if name not in ("causal", "window")}
             if isinstance(window, int):
@@ -289,9 +287,11 @@ def _flex_attention(case: Case, draw: Draw) -> Function:
     sizes = (case.B, case.H_q, case.T_q, case.T_k)
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any) -> Any:
-        window, documents = given.pop("window", None), given.get("documents")
-        sides = (window - 1, 0) if isinstance(window, int) else window or (None, None)
-        given |= {x: n for x, n in zip(("left", "right"), sides, strict=True) if n is not None}
+        documents, sides = (
+            given.get("documents"),
+            zip(("left", "right"), _sides(given), strict=True),
+        )
+        given |= {name: side for name, side in sides if side is not None}
         if isinstance(documents, Tensor):
             given["documents"] = (documents, documents)
         if "attn_bias" in given:  # gradients are summed in its dtype
@@ -332,7 +332,7 @@ _OF_TORCH: dict[str, Function] = {
     "mask_mod": lambda *_: mods.of_scope, "score_mod": lambda *_: mods.ramped,
 }  # fmt: skip
 INTEGRATIONS: dict[str, Integration] = {
-    "flash_attn": Integration(_flash_attn, lse=True),
+    "flash_attn": Integration(_flash_attn, lse=True, packs=True),
     "sdpa": Integration(_sdpa),
     "diffusers": Integration(
         _diffusers, lse=True, spoils=lambda names: names >= _PADDED and names & _OTHER_MASKS
