@@ -11,7 +11,7 @@ from oracles import assert_by_oracle, with_gradients
 
 from fastattn import dispatch, document_ids, reference
 from fastattn.compat import flash_attn
-from fastattn.compat.flash_attn import bert_padding
+from fastattn.compat.flash_attn import bert_padding, passes
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
 
@@ -111,3 +111,31 @@ def test_unpad_and_pad_as_models_do(draw, device):
     tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
     assert indices.tolist() == [0, 1, 2, 3, 6, 7, 8, 9] and cu.tolist() == [0, 4, 8]
     assert (longest, used.tolist(), tokens.shape) == (4, [3, 4], (8, 4, 8))
+
+
+def test_lengths_of_a_cache_as_a_number_and_by_default(draw):
+    q, k_cache, v_cache = draw(3, 1, 4, 8), draw(3, 12, 2, 8), draw(3, 12, 2, 8)
+    check(flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache), q, k_cache, v_cache)
+    numbers = {"cache_seqlens": np.int64(6), "softmax_scale": np.float32(0.3)}
+    numbers |= {"causal": np.bool_(True), "window_size": torch.tensor([3, -1])}
+    actual = flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, **numbers)
+    check(actual, q, k_cache[:, :6], v_cache[:, :6], scale=0.3, window=(3, None))
+
+
+def test_varlen_over_pages(draw, device):
+    """Pages [P, 4, 2, D] in any order; the first row has more queries than its pages have slots."""
+    q, k_pages, v_pages = draw(15, 4, 8), draw(10, 4, 2, 8), draw(10, 4, 2, 8)
+    table = torch.tensor([[7, 1, 4], [0, 9, 2]], dtype=torch.int32, device=device)
+    cu_q, cu_k = offsets((14, 1), device), offsets((6, 11), device)
+    given = {"causal": True, "block_table": table, "return_attn_probs": True}
+    o, lse, _ = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 14, 11, **given)
+    keys, values = (x[table.long()].flatten(1, 2) for x in (k_pages, v_pages))
+    parts = [(slice(0, 14), slice(0, 6)), (slice(14, 15), slice(12, 23))]
+    check_parts((o, lse), q, keys.flatten(0, 1), values.flatten(0, 1), parts, causal=True)
+    used = cu_k.diff()
+    given = {"seqused_k": used, "max_seqlen_q": 14, "causal": True, "page_table": table}
+    again = flash_attn.flash_attn_varlen_func(q, k_pages, v_pages, cu_q, return_lse=True, **given)
+    assert torch.equal(again[0], o) and torch.equal(again[1], lse)
+    call = (q, k_pages, v_pages, cu_q, cu_k, 14, 11, 0.0, 8**-0.5, True)
+    again = passes._flash_attn_varlen_forward(*call, block_table=table)
+    assert torch.equal(again[0], o) and torch.equal(again[1], lse)

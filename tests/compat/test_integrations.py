@@ -16,7 +16,7 @@ BUDGET = {"torch": 72, "triton": 6}
 
 
 @pytest.mark.parametrize("backend", BUDGET)
-@pytest.mark.parametrize("name", OF_INTEGRATIONS)
+@pytest.mark.parametrize("name", [*OF_INTEGRATIONS, "flash_attn_with_kvcache"])
 def test_generated_calls(name: str, backend: str, one_thread: None, device: str) -> None:
     """Each option alone, with as many keys as queries and with others, then some together."""
     options = sorted(TAKES[name])

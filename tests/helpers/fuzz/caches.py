@@ -12,12 +12,16 @@ from torch.nn.functional import pad
 import fastattn
 from fastattn import view_of_tensors
 from fastattn.cache_view import as_bytes
+from fastattn.compat.flash_attn import version_2, version_3
 from fastattn.ops.decode import one_memory
 from fastattn.quantization import codes_within
+from fastattn.rotary import apply_rotary, rotary_tables
+from fastattn.testing import assert_within_budget
 from fastattn.testing.calls import Draw
 from fastattn.testing.decoding import KINDS, Filled, assert_decoded, assert_paged, fill
 
 from .cases import ORDERS, Case
+from .integrations import by_flash_attn
 from .tensors import assert_nan_stays, inputs, laid
 from .values import drawn_options
 
@@ -116,7 +120,71 @@ def paged(case: Case, how: dict[str, Any]) -> None:
     assert_paged(actual, packed, filled, offsets, ORDERS, **options)
 
 
-def _of_a_server(draw: Draw, filled: Filled) -> Filled:
+def with_kvcache(case: Case) -> None:
+    """flash-attn's function: it writes new tokens, rotated or not, and attends to all."""
+    draw, T_q = case.random("kvcache"), min(case.T_q, case.random("few").choice(1, 1, 2, 3, 17))
+    kind = draw.choice(*(x for x, made in KINDS.items() if not {"window", "quantize"} & {*made}))
+    case = replace(case, T_q=T_q)
+    q, k, v = inputs(case)
+    T_new = min(case.T_k, draw.choice(0, T_q, draw.integer(0, T_q)))
+    lengths = _lengths(case, draw, T_new)
+    before, steps = lengths.long() - T_new, torch.arange(T_q)
+    new = (before[:, None] + steps[:T_new])[:, None, :, None]
+
+    def places(x: Tensor) -> Tensor:
+        return new.expand(-1, case.H_k, -1, x.shape[-1])
+
+    tokens = [x.gather(2, places(x)) for x in (k, v)]
+    options, rotary = {"causal": False, **drawn_options(case, case.B)}, {}
+    turned = rotated = q, tokens[0]
+    style, pairs = draw.choice("half", "interleaved"), draw.choice(0, case.D // 2, case.D // 4)
+    if T_new and pairs:
+        tables = rotary_tables(torch.arange(case.T_k + T_q), 2 * pairs)
+        cos, sin = (x.to(case.dtype) for x in tables)
+        moving = options["causal"] or options.get("window") not in (None, (None, None))
+        at = before[:, None] + steps * moving, before[:, None] + steps[:T_new]
+        rotary = {"rotary_cos": cos, "rotary_sin": sin}
+        rotated = tuple(
+            apply_rotary(x, cos.float()[rows], sin.float()[rows], style=style)
+            for x, rows in zip(turned, at, strict=True)
+        )
+    # The cache as it is to be afterwards, and before.
+    written = k.scatter(2, places(k), rotated[1]), v
+    free = [x.scatter(2, places(x), torch.nan) for x in written]
+    expected, filled = (
+        _of_a_server(case.random("server"), fill(kind, *x, lengths), codes=False)
+        for x in (written, free)
+    )
+    view, rows, pages = filled.view, filled.view.batch_index, None
+    if view.block_table is not None:
+        rows, pages = None, view.block_table if rows is None else view.block_table[rows.long()]
+    module = version_2 if {"alibi_slopes", "sinks"} & {*options} else version_3
+    table = "block_table" if module is version_2 else "page_table"
+    theirs = by_flash_attn(options) | {table: pages, "cache_batch_idx": rows}
+    theirs |= {"cache_seqlens": before.int(), "cache_leftpad": view.starts, **rotary}
+    theirs |= {"rotary_interleaved": style == "interleaved", "num_splits": draw.choice(0, 1, 3)}
+    if T_new:
+        theirs |= dict(zip("kv", (x.transpose(1, 2) for x in tokens), strict=True))
+    memory = [x.transpose(1, 2) for x in (view.k, view.v)]
+
+    def call(q: Tensor, return_lse: bool) -> Any:
+        flags = {"return_softmax_lse": return_lse}
+        found = module.flash_attn_with_kvcache(q.transpose(1, 2), *memory, **theirs, **flags)
+        return (found[0].transpose(1, 2), found[1]) if return_lse else found.transpose(1, 2)
+
+    actual = case.call_of(call, q, return_lse=True)
+    assert torch.equal(theirs["cache_seqlens"], before.int())
+    for name in "kv":
+        cached, exact = (getattr(x, name) for x in (view, expected.view))
+        assert torch.equal(cached.isnan(), exact.isnan())
+        cached, exact = cached.nan_to_num(), exact.nan_to_num()
+        assert name == "k" or torch.equal(cached, exact)
+        assert_within_budget(f"{name}_cache", cached, exact.double(), exact)
+    assert_nan_stays(case, q, call, options)
+    assert_decoded(actual, rotated[0], expected, orders=ORDERS, **options)
+
+
+def _of_a_server(draw: Draw, filled: Filled, codes: bool = True) -> Filled:
     """The pages in the layout of a server, whose rows start anywhere, or by one scale for a head or
     for all; some numbers are past the largest code, and become it.
     """
@@ -124,14 +192,14 @@ def _of_a_server(draw: Draw, filled: Filled) -> Filled:
     scales: dict[str, Any] = {}
     if view.k_scale is not None:
         scales = {"k_scale": view.k_scale, "v_scale": view.v_scale}
-    elif draw.chance(0.3) and k.numel():
-        dims, largest, codes = draw.choice((0, 2, 3), (0, 1, 2, 3)), *draw.choice(*_CODES)
+    elif codes and draw.chance(0.3) and k.numel():
+        dims, largest, kind = draw.choice((0, 2, 3), (0, 1, 2, 3)), *draw.choice(*_CODES)
         numbers = []
         for name, x, pool in (("k", k, view.k), ("v", v, view.v)):
             scale = 0.8 / largest * x.float().abs().amax(dims).reshape(-1).clamp(min=1e-6)
             scales[f"{name}_scale"], per_head = scale, scale.view(-1, 1, 1)
-            view = view._replace(**{name: codes_within(pool, per_head, codes)})
-            numbers.append(codes_within(x, per_head, codes).float() * per_head)
+            view = view._replace(**{name: codes_within(pool, per_head, kind)})
+            numbers.append(codes_within(x, per_head, kind).float() * per_head)
         k, v = numbers
     bytes_of = torch.cat((as_bytes(view.k), as_bytes(view.v)), -1)
     layout, layers = draw.choice("own", "heads first", "tokens first"), draw.choice(1, 3)
@@ -145,7 +213,8 @@ def _of_a_server(draw: Draw, filled: Filled) -> Filled:
     pools = bytes_of[..., before : before + D + D_v].view(view.k.dtype).split((D, D_v), -1)
     return replace(filled, k=k, v=v, view=view_of_tensors(
         *((view.k, view.v) if layout == "own" else pools), view.lengths, **scales,
-        block_table=view.block_table, batch_index=view.batch_index, dtype=view.dtype,
+        block_table=view.block_table, starts=view.starts, batch_index=view.batch_index,
+        dtype=view.dtype,
     ))  # fmt: skip
 
 

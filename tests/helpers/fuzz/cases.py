@@ -32,6 +32,7 @@ TAKES: dict[str, frozenset[str]] = {
     **{name: call.takes for name, call in CALLS.items()},
     "cascade_attention": frozenset(("scale", "softcap", "sinks")),
     "append": frozenset(),
+    "flash_attn_with_kvcache": frozenset(OF_INTEGRATIONS["flash_attn"].split()),
     **{name: frozenset(options.split()) for name, options in OF_INTEGRATIONS.items()},
 }
 # How often each is called.
@@ -40,7 +41,8 @@ OFTEN = {
     "attention_statistics": 2, "selected_attention": 2,
     "additive_attention": 2, "attention_block": 2, "append": 1, "merge": 1, "attention_fp8": 1,
     "attention_varlen_fp8": 1, "cascade_attention": 1, "dot_product_attention": 1,
-    "multiplicative_attention": 1, **dict.fromkeys(OF_INTEGRATIONS, 1),
+    "multiplicative_attention": 1, "flash_attn_with_kvcache": 1,
+    **dict.fromkeys(OF_INTEGRATIONS, 1),
 }  # fmt: skip
 _NEEDS: dict[str, tuple[str, ...]] = {
     "keep_first": ("window", "stride"),
@@ -55,7 +57,10 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 # Codes come back in 32 bits at most, and a part's lse goes with its gradients.
 _WITHOUT_FP64 = ("attention_fp8", "attention_varlen_fp8", "attention_block")
 # Of caches there is none of no rows, and packed sequences are those of a first row.
-_OF_CACHES = ("append", "decode_attention", "cascade_attention", "attention_varlen_fp8")
+_OF_CACHES = (
+    "append", "decode_attention", "cascade_attention", "attention_varlen_fp8",
+    "flash_attn_with_kvcache",
+)  # fmt: skip
 _CASTS = (
     "attention", "attention_varlen", "dot_product_attention", "multiplicative_attention",
     "selected_attention", "additive_attention", "attention_statistics",
@@ -143,6 +148,12 @@ class Case:
         able = self.call in OF_INTEGRATIONS or (self.call in CALLS and CALLS[self.call].learns)
         return able and "forward" not in self.traits
 
+    @property
+    def learns_a_table(self) -> bool:
+        """Whether gradients of a tensor that a score function reads are requested."""
+        reads = {"score_mod", "mod_tensors"} <= {*self.options} and not DERIVED & self.traits
+        return reads and self.learns and self.call in ("attention", "attention_varlen")
+
     def call_of(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, with the case's default device."""
         with torch.device("meta") if "elsewhere" in self.traits else nullcontext():
@@ -211,6 +222,8 @@ def legal(case: Case) -> Case:
         case = replace(case, traits=case.traits - {"max"})
     if "max" in case.traits:  # of weights that are not 0
         case = replace(case, traits=case.traits - {"hot"})
+    if case.call in _OF_CACHES:
+        case = replace(case, B=max(1, case.B))
     if case.call in ("flex_attention", "transformers"):  # torch makes no mask of nothing
         sizes = {name: max(1, getattr(case, name)) for name in ("B", "T_q", "T_k")}
         case = replace(case, **sizes)
@@ -218,7 +231,7 @@ def legal(case: Case) -> Case:
         case = replace(case, options=case.options[:5])
     if case.call in OF_INTEGRATIONS and case.seed % 2:
         case = replace(case, T_k=case.T_q)
-    if case.call in OF_INTEGRATIONS:  # which have no argument for a backend
+    if case.call in (*OF_INTEGRATIONS, "flash_attn_with_kvcache"):  # without an argument for it
         case = replace(case, traits=case.traits | {"environment"})
     if case.call == "selected_attention" and case.H_k == 3:
         case = replace(case, H_k=4, G=1)  # of which two share a list

@@ -64,9 +64,7 @@ def _flash_attn(case: Case, draw: Draw) -> Function:
     flag = "return_attn_probs" if module is version_3 else "return_lse"
 
     def call(q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **given: Any) -> Any:
-        none = None if module is version_4 else -1
-        given["window"] = tuple(none if side is None else side for side in _sides(given))
-        theirs = {_FLASH.get(name, name): x for name, x in given.items()} | beside
+        theirs = by_flash_attn(given, None if module is version_4 else -1) | beside
         if return_lse:
             theirs[flag] = True
         if case.packed:
@@ -79,6 +77,12 @@ def _flash_attn(case: Case, draw: Draw) -> Function:
         return (o, result[1]) if return_lse else o
 
     return call
+
+
+def by_flash_attn(given: Given, none: int | None = -1) -> Given:
+    """A call's options by flash-attn's names; none: a window's side without an end."""
+    given = given | {"window": tuple(none if side is None else side for side in _sides(given))}
+    return {_FLASH.get(name, name): x for name, x in given.items()}
 
 
 _FLASH = {"scale": "softmax_scale", "window": "window_size", "sinks": "learnable_sink"}

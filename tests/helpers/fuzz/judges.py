@@ -30,7 +30,7 @@ from fastattn.testing.verify.scoring import assert_statistics, statistics_oracle
 from fastattn.torch_backend import additive, dropout, statistics, torch_attention
 from fastattn.torch_backend.selected import selected_formula as selected
 
-from . import caches, histories
+from . import caches, histories, mods
 from .cases import DERIVED, FORMULA, LAYOUTS, ORDERS, Case, drawn, legal
 from .derivatives import BY_FORMULA, by_levels, by_reverse, by_transform, derived
 from .integrations import INTEGRATIONS, stand_in
@@ -49,11 +49,10 @@ def check(case: Case) -> None:
 
 
 def check_by_kernels(call: str, seed: int, device: str) -> None:
-    """Check a call of which few are drawn, by the kernels; no cache is without rows."""
+    """Check a call of which few are drawn, by the kernels."""
     if device != "cpu":
         pytest.skip("calls are drawn on a CPU, for the interpreter")
-    case = drawn(seed, "triton")
-    check(legal(replace(case, call=call, B=max(1, case.B))))
+    check(legal(replace(drawn(seed, "triton"), call=call)))
 
 
 @contextlib.contextmanager
@@ -132,15 +131,18 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
     made = make(case, "")
     rows = len(made.beside["cu_seqlens_q"]) - 1 if call.packed else case.B
     options = drawn_options(case, rows)
+    if case.learns_a_table:
+        options["weight"] = options["mod_tensors"][0]
+    stands = mods.learning(function or call.function)
     turned = replace(case, layouts=(*case.layouts[1:], case.layouts[0]))
     for turn in range(4 if "again" in case.traits else 1):
         # The last of them in other layouts.
         made = make(turned if turn == 3 else case, f"/{turn}")
-        ours = partial(case.call_of, function or call.function, **_how(case), **made.alone)
+        ours = partial(case.call_of, stands, **_how(case), **made.alone)
         largest: list[Tensor] = []
         ours = _noting(ours, largest) if "max" in case.traits else ours
         ours = _cast(case.dtype, ours) if "autocast" in case.traits else ours
-        ours, theirs = _dropping_alike(case, ours, call.oracle)
+        ours, theirs = _dropping_alike(case, ours, mods.learning(call.oracle))
         called = ours
         ours = derived(case, ours, case.random("push").choice(by_levels, by_transform))
         theirs = derived(case, theirs, by_reverse)
@@ -183,8 +185,8 @@ def _assert_largest(case: Case, made: Made, options: dict[str, Any], largest: Te
     q, k, _ = made.clean
     T = k.shape[0 if case.packed else 2]
     units = torch.eye(T)[:, None] if case.packed else torch.eye(T)
-    # Neither changes the largest score; a high sink would leave no weight in 16 bits.
-    given = {name: x for name, x in options.items() if not name.startswith(("dropout", "sinks"))}
+    # None changes the largest score; a high sink would leave no weight in 16 bits.
+    given = {name: x for name, x in options.items() if name not in _OF_WEIGHTS}
 
     def oracle(dtype: torch.dtype) -> Tensor:
         v = units.expand(*k.shape[:-1], T)
@@ -329,6 +331,8 @@ def _with_poison(case: Case, made: Made, options: dict[str, Any]) -> tuple[Tenso
     )
 
 
+# What changes weights alone, or is no option.
+_OF_WEIGHTS = ("dropout", "dropout_seed", "sinks", "weight")
 # Options that say which keys a query sees.
 _MASKS = frozenset(
     ("causal", "window", "keep_first", "stride", "mask_mod", "mod_tensors", "prefix_lengths",
@@ -441,5 +445,6 @@ JUDGES: dict[str, Callable[[Case], None]] = {
     "attention_paged": lambda case: caches.paged(case, _how(case)),
     "cascade_attention": lambda case: caches.cascade(case, _how(case)),
     "append": histories.judge,
+    "flash_attn_with_kvcache": lambda case: caches.with_kvcache(case),
     **dict.fromkeys(INTEGRATIONS, _integration),
 }

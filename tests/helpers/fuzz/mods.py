@@ -86,6 +86,17 @@ def ramped(x: Any, b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
     return torch.where(k_pos % 16 == 9, -torch.inf, torch.tanh(x * slope) + slope * 2 - x / 3)
 
 
+def learning(function: Any) -> Any:
+    """The function, with a table that learns, `weight`, in the place of the first mod_tensor."""
+
+    def call(*args: Any, weight: Any = None, **options: Any) -> Any:
+        if weight is not None:
+            options["mod_tensors"] = (weight, *options["mod_tensors"][1:])
+        return function(*args, **options)
+
+    return call
+
+
 # (function, whether b matters, whether h does)
 MASKS: list[tuple[Any, bool, bool]] = [
     (striped, True, False),
