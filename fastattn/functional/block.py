@@ -6,33 +6,42 @@ lse) and the merged o for the gradients of scores, weight * (do.v - do.o): Liu e
 Attention with Blockwise Transformers for Near-Infinite Context", 2023, arXiv 2310.01889.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import checks, dispatch, score_checks, tracing
+from ..block_mask import with_tensors
 from ..ops.call import contiguous
-from ..ops.gradients import Kernels, as_batch, as_packed, gradients_and_delta, laid
+from ..ops.gradients import (
+    Kernels,
+    as_batch,
+    as_packed,
+    gradients_and_delta,
+    laid,
+    mod_gradients,
+)
 from ..options import LEARNED, Options
 from ..torch_backend import block as formula
 from . import call_options, inputs
-from .fused_attention import compute
+from .fused_attention import checked_options, compute
 
 
 class BlockGradients(NamedTuple):
     """Gradients from one part of the keys; see `attention_block_backward`.
 
     Attributes:
-        of_options: gradients by name of options that require grad.
+        of_options: gradients by name of options that require grad. "mod_tensors": a tuple of those
+            of what score_mod reads, None of what does not require grad.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     delta: Tensor
-    of_options: dict[str, Tensor]
+    of_options: dict[str, Any]
 
 
 @call_options.DENSE.sign
@@ -98,8 +107,8 @@ def attention_block_backward(
         out_dtype: dtype of all gradients: their tensor's (default), or torch.float32 for q in fp16
             or bf16.
         backend, options: as for `attention`, of this part. relative_bias, relative_keys,
-            relative_query, query2, key2, attn_bias and sinks get gradients if they require grad.
-            Pass sinks to one part only. Dropout needs dropout_seed.
+            relative_query, query2, key2, attn_bias, sinks and what score_mod reads get gradients if
+            they require grad. Pass sinks to one part only. Dropout needs dropout_seed.
 
     Returns:
         dq, dk and dv in the shapes of q, k and v; delta = do.o - dlse, fp32 as lse; and gradients
@@ -120,18 +129,24 @@ def attention_block_backward(
         results = (do, dlse, q, k, v, o.to(q.dtype), lse)
         if choice.backend == "torch":
             dispatch.warn_if_slow(choice, q.device)
-            gradients, delta = formula.gradients(*results, checked, list(learned))
+            gradients, delta, of_mods = _in_torch(results, checked, learned)
         else:
-            kernels, checked = dispatch.launched(choice, q, k, v, checked)
-            gradients, delta = _by_kernels(kernels, *results, checked, learned)
+            kernels, launched = dispatch.launched(choice, q, k, v, checked)
+            gradients, delta, of_mods = _by_kernels(kernels, results, launched, learned)
         tensors = (x for _, x in learned.values())
         shaped = []
         for grad, x in zip(gradients, (q, k, v, *tensors), strict=True):
             grad = grad[..., : x.shape[-1]].reshape(x.shape)
             shaped.append(grad.to(x.dtype if out_dtype is None else out_dtype))
         dq, dk, dv, *rest = shaped
-    names = [name for name, _ in learned.values()]
-    return BlockGradients(dq, dk, dv, delta, dict(zip(names, rest, strict=True)))
+        names = [name for name, _ in learned.values()]
+        of_options: dict[str, Any] = dict(zip(names, rest, strict=True))
+        if of_mods:
+            of_options["mod_tensors"] = tuple(
+                grad if grad is None else grad.to(x.dtype if out_dtype is None else out_dtype)
+                for grad, x in zip(of_mods, checked.mod_tensors, strict=True)
+            )
+    return BlockGradients(dq, dk, dv, delta, of_options)
 
 
 def _checked_block(
@@ -145,16 +160,13 @@ def _checked_block(
     options: dict[str, Any],
 ) -> Options:
     """Checked options of a part; name: of the public function."""
-    if cu_seqlens_q is None:
-        call_options.DENSE._replace(name=name).refuse_others(options)
-        if cu_seqlens_k is not None:
-            raise ValueError("cu_seqlens_k is for packed sequences: cu_seqlens_q is not given")
-        checks.check_tensors(q, k, v)
-        checked = call_options.dense_options(q, k, v, **options)
-    else:
-        call_options.PACKED._replace(name=name).refuse_others(options)
-        checks.check_tensors(q, k, v, checks.PACKED)
-        checked = call_options.packed_options(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    if cu_seqlens_q is None and cu_seqlens_k is not None:
+        raise ValueError("cu_seqlens_k is for packed sequences: cu_seqlens_q is not given")
+    offsets = None if cu_seqlens_q is None else (cu_seqlens_q, cu_seqlens_k)
+    callee = call_options.DENSE if offsets is None else call_options.PACKED
+    callee._replace(name=name).refuse_others(options)
+    checks.check_tensors(q, k, v, checks.DENSE if offsets is None else checks.PACKED)
+    checked = checked_options(q, k, v, with_tensors(options, q.device), offsets)
     if checked.dropout and checked.dropout_seed is None:
         raise ValueError("dropout_seed must be given: all parts, and their gradients, share it")
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -191,34 +203,48 @@ def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, 
     return {field: learned[field] for field in LEARNED if field in learned}
 
 
+# do, dlse, q, k, v, o, lse
+_Results = Sequence[Any]
+# Gradients of q, k, v and the learned fields; delta; gradients of mod_tensors, if any learns.
+_Found = tuple[list[Tensor], Tensor, list[Tensor | None]]
+
+
+def _in_torch(results: _Results, options: Options, learned: Iterable[str]) -> _Found:
+    gradients, delta = formula.gradients(*results, options, list(learned))
+    (do, dlse, *saved), options = _batched(results, options)
+    return gradients, delta, _of_mods(None, (*saved, options), do, dlse)
+
+
 def _by_kernels(
-    kernels: Kernels,
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    learned: Container[str],
-) -> tuple[list[Tensor], Tensor]:
-    """Gradients of q, k, v and the learned fields, with padded head dims; delta."""
-    rows = [inputs.kernel_rows(x) for x in (do, q, k, v, o)]
-    options = inputs.kernel_options(options)
-    packed = options.cu_seqlens_q is not None
-    if packed:
-        rows, lse = [as_batch(x) for x in rows], lse[None]
-        dlse = None if dlse is None else dlse[None]
-        options = laid(options, as_batch)
-    do, q, k, v, o = rows
-    saved = (q, k, v, o, lse.contiguous(), contiguous(options))
+    kernels: Kernels, results: _Results, options: Options, learned: Container[str]
+) -> _Found:
+    """The gradients, with padded head dims."""
+    do, dlse, *rows, lse = results
+    results = (inputs.kernel_rows(do), dlse, *map(inputs.kernel_rows, rows), lse.contiguous())
+    (do, dlse, *saved), options = _batched(results, inputs.kernel_options(options))
+    saved = (*saved, contiguous(options))
     needed = [True] * 3 + [name in learned for name in LEARNED]
-    if tracing.may_be_traced(q):
+    if tracing.may_be_traced(do):
         kernels = kernels.seen()
     grads, delta = gradients_and_delta(kernels, saved, needed, do, dlse)
-    if packed:
+    if options.cu_seqlens_q is not None:
         delta = delta[0]
         # Only tensors with rows; others have fewer dims.
         grads = [x if x is None or x.dim() != 4 else as_packed(x) for x in grads]
-    return [x for x in grads if x is not None], delta
+    of_mods = _of_mods(kernels, saved, do, dlse)
+    return [x for x in grads if x is not None], delta, of_mods
+
+
+def _batched(results: _Results, options: Options) -> tuple[_Results, Options]:
+    """The results and options of a call, of packed sequences with a batch dim."""
+    if options.cu_seqlens_q is None:
+        return results, options
+    rows = [x if x is None else as_batch(x) if x.dim() == 3 else x[None] for x in results]
+    return rows, laid(options, as_batch)
+
+
+def _of_mods(
+    kernels: Kernels | None, saved: Any, do: Tensor, dlse: Tensor | None
+) -> list[Tensor | None]:
+    wanted = [x.requires_grad for x in saved[-1].mod_tensors]
+    return mod_gradients(kernels, saved, wanted, do, dlse) if any(wanted) else []

@@ -296,16 +296,23 @@ def _checked_attention(
     checks.check_tensors(q, k, v, checks.DENSE if offsets is None else checks.PACKED)
     options = with_tensors(options, q.device)
     q, k, v, options = inputs.autocast(q, k, v, options)
+    checked = checked_options(q, k, v, options, offsets)
+    if duals:
+        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
+    return q, k, v, checked, options
+
+
+def checked_options(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
+    offsets: tuple[Tensor, Tensor | None] | None,
+) -> Options:  # fmt: skip
+    """The options as checked; mod_tensors may learn, with @triton.jit functions."""
     plain, mods = inputs.apart(options)
     if offsets is None:
         checked = call_options.dense_options(q, k, v, **plain)
     else:
         checked = call_options.packed_options(q, k, v, *offsets, **plain)
-    if mods:
-        checked = checked._replace(mod_tensors=mods)
-    if duals:
-        q, k, v, checked = inputs.restored(q, k, v, checked, duals)
-    return q, k, v, checked, options
+    return checked._replace(mod_tensors=mods) if mods else checked
 
 
 def compute(

@@ -101,7 +101,7 @@ def restored(
 def apart(options: dict[str, Any]) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
     """Options with mod_tensors detached, and mod_tensors themselves if any learns.
 
-    Checks refuse mod_tensors with gradients or tangents, which only two functions support.
+    Checks refuse mod_tensors with gradients or tangents, which few functions support.
     """
     mods = options.get("mod_tensors")
     if options.get("score_mod") is None or type(mods) is not tuple:

@@ -4,6 +4,7 @@ The inputs with gradients are q, k, v and the fields of Options in LEARNED, in t
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -148,26 +149,33 @@ def gradients_and_delta(
 
 
 def mod_gradients(
-    kernels: Kernels, inputs: Saved, wanted: Sequence[bool], do: Tensor | None, dlse: Tensor | None
-) -> list[Tensor | None]:
-    """Gradients of mod_tensors, by a kernel, or by torch if score_mod has an unknown derivative."""
+    kernels: Kernels | None, inputs: Saved, wanted: Sequence[bool], do: Tensor | None,
+    dlse: Tensor | None,
+) -> list[Tensor | None]:  # fmt: skip
+    """Gradients of mod_tensors, by a kernel, or by torch: without kernels, or if score_mod has an
+    unknown derivative.
+    """
     from ..jit_functions.derivative import NotDifferentiable, load_gradients
 
     q, k, v, o, lse, options = inputs
     do, dlse = as_read(do, dlse, o)
-    if torch.are_deterministic_algorithms_enabled():
-        options = options._replace(atomic_dq=False)
-    try:
-        function, loads = load_gradients(options.score_mod, options.mod_tensors, wanted)
-    except NotDifferentiable:
+    function, loads = None, list[int]()
+    if kernels is not None:
+        with suppress(NotDifferentiable):
+            function, loads = load_gradients(options.score_mod, options.mod_tensors, wanted)
+    if kernels is None or function is None:
         grads = _mod_gradients_in_chunks(do, dlse, q, k, v, o, lse, options)
     else:
-        options = options._replace(score_mod_grad=function)
+        atomic = options.atomic_dq and not torch.are_deterministic_algorithms_enabled()
+        options = options._replace(score_mod_grad=function, atomic_dq=atomic)
         together = kernels.backward_mods(do, dlse, q, k, v, o, lse, loads, options)
         sizes = [x.numel() if n in loads else 0 for n, x in enumerate(options.mod_tensors)]
         grads = list(torch.split(together, sizes))
+    wide = options.fp32_results
     return [
-        (x.view(of.shape).to(of.dtype) if x.numel() else torch.zeros_like(of)) if wants else None
+        (x.view(of.shape).to(x if wide else of) if x.numel() else torch.zeros_like(of))
+        if wants
+        else None
         for x, of, wants in zip(grads, options.mod_tensors, wanted, strict=True)
     ]
 
@@ -176,7 +184,7 @@ def _mod_gradients_in_chunks(
     do: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     options: Options,
 ) -> list[Tensor]:  # fmt: skip
-    delta = (do.float() * o).sum(-1)
+    delta = (formula.wide(do, None) * o).sum(-1)
     delta = delta if dlse is None else delta - dlse
     if options.cu_seqlens_q is not None:
         options = laid(options, as_packed)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from ..block_mask import with_tensors
 from ..functional import call_options, inputs
-from ..functional.fused_attention import attention
+from ..functional.fused_attention import attention, checked_options
 from ..ops import spread
 from ..options import LEARNED, OPTIONS, along
 from ..torch_backend import dropout, formula
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ..arguments import AttentionArguments
 
 _BY_METHOD = {"gather": (gather_forward, gather_backward), "ring": (ring_forward, ring_backward)}
+_MODS = "mod_tensors"
 _CALLEE = call_options.DENSE._replace(name="context_attention")
 _REFUSED = {
     "query_offset": "the plan has the positions of queries",
@@ -83,8 +85,8 @@ def context_attention(
             documents and key_padding_mask in dim 1, relative_query in dim 2, attn_mask and
             attn_bias in the query dim, [..., plan.length or 1, T or 1]. Positions, key_lengths and
             prefix_lengths refer to the whole sequence. Tables with gradients (relative_bias,
-            relative_keys, sinks, an attn_bias for all queries) are equal on every rank, and with
-            sum_tables also their gradients.
+            relative_keys, sinks, an attn_bias for all queries, what score_mod reads) are equal on
+            every rank, and with sum_tables also their gradients.
 
     Returns:
         o as q, [B, H_q, plan.length, D_v], 0 in padding; with return_lse also lse, fp32
@@ -169,6 +171,7 @@ def _checked_options(
             raise TypeError(f"context_attention does not support {name}: {reason}")
     _CALLEE.refuse_others(options)
     arguments = {name: x for name, x in options.items() if not _is_default(name, x)}
+    arguments = with_tensors(arguments, q.device)
     mask = arguments.get("attn_mask")
     if isinstance(mask, Tensor) and mask.is_floating_point() and "attn_bias" not in arguments:
         arguments["attn_bias"] = arguments.pop("attn_mask")
@@ -193,7 +196,7 @@ def _checked_options(
         mask, sizes = arguments["key_padding_mask"], {"B": B, "T_k": k.shape[2]}
         checks.check_input("key_padding_mask", mask, "bool", "B T_k", k, sizes)
         everything["key_padding_mask"] = mask[:, :1].expand(-1, T)
-    call_options.dense_options(q, keys, values, **everything)
+    checked_options(q, keys, values, everything, None)
     return arguments
 
 
@@ -213,10 +216,11 @@ def _signature(
         return getattr(function, "__qualname__", type(x).__name__)
 
     tensors = tuple(seen(x) for x in (q, k, v))
-    named = tuple((name, seen(options[name])) for name in sorted(options) if name != "mod_tensors")
+    named = tuple((name, seen(options[name])) for name in sorted(options) if name != _MODS)
     # The messages of a ring depend on it.
     marked = hops.marked(options.get("documents")) is not None
-    return (method, plan.hash, marked, *tensors, *named)
+    learn = tuple(x.requires_grad and torch.is_grad_enabled() for x in options.get(_MODS, ()))
+    return (method, plan.hash, marked, learn, *tensors, *named)
 
 
 def _spread(
@@ -238,6 +242,10 @@ def _spread(
             continue
         if name not in behind or x.shape[-1 - behind[name]] == 1 != plan.length:
             options[name] = replicated(x, ranks)
+    if sum_tables and _MODS in options:
+        options[_MODS] = tuple(
+            replicated(x, ranks) if x.requires_grad else x for x in options[_MODS]
+        )
     return options
 
 
@@ -265,9 +273,10 @@ def _along(
         return padded(o, 2, plan.length), padded(lse, 2, plan.length, float("-inf"))
     names = [name for name in LEARNED if options.get(name) is not None]
     others = {name: x for name, x in options.items() if name not in names}
+    tensors = (*(options[name] for name in names), *options.get(_MODS, ()))
     real = plan.real(ranks.rank)
     o, lse = _Attention.apply(  # type: ignore[no-untyped-call]
-        q[:, :, :real], k, v, others, method, plan, ranks, names, *(options[name] for name in names)
+        q[:, :, :real], k, v, others, method, plan, ranks, names, *tensors
     )
     return padded(o, 2, plan.length), padded(lse.float(), 2, plan.length, float("-inf"))
 
@@ -276,6 +285,12 @@ def _narrowed(options: Options, q: Tensor) -> Options:
     """Options with relative_keys, which `replicated` widens, in q's dtype again."""
     keys = options.get("relative_keys")
     return options if keys is None else options | {"relative_keys": keys.to(q.dtype)}
+
+
+def _given(others: Options, names: list[str], tensors: Sequence[Tensor]) -> Options:
+    """The options: others, those of these names, and mod_tensors."""
+    options = others | dict(zip(names, tensors, strict=False))
+    return options | {_MODS: tuple(tensors[len(names) :])} if _MODS in others else options
 
 
 class _SameBackward(torch.autograd.Function):
@@ -308,33 +323,38 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, others: Options, method: str, plan: ContextPlan,
-        ranks: Ranks, names: list[str], *learned: Tensor,
+        ranks: Ranks, names: list[str], *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        options = others | dict(zip(names, learned, strict=True))
+        options = _given(others, names, tensors)
         forward, _ = _BY_METHOD[method]
         assert ranks.outer is not None, "one rank needs no messages"
         o, lse = forward(q, k, v, _narrowed(options, q), plan, ranks.outer)
         ctx.call = (others, method, plan, ranks, names)
-        ctx.save_for_backward(q, k, v, o, lse, *learned)
+        ctx.save_for_backward(q, k, v, o, lse, *tensors)
         return o, lse
 
     @staticmethod
     @once("context_attention by ring, gather or usp")
     def backward(ctx: Any, saved: Sequence[Tensor], do: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, o, lse, *learned = saved
+        q, k, v, o, lse, *tensors = saved
         others, method, plan, ranks, names = ctx.call
         whole = Whole(torch.zeros_like(o) if do is None else do, dlse, o, lse)
-        options = others | dict(zip(names, learned, strict=True))
+        options = _given(others, names, tensors)
         options.pop("sinks", None)
         keyed = [name for name in names if name != "sinks"]
         options, leaves = with_leaves(_narrowed(options, q), keyed)
         _, backward = _BY_METHOD[method]
         with torch.autocast(q.device.type, enabled=False):
             totals = backward(q, k, v, options, leaves, whole, plan, ranks.outer)
-        grads = dict(zip(keyed, totals.learned, strict=True))
-        fields = dict(zip(names, learned, strict=True))
+        grads = dict(zip(keyed, totals.learned, strict=False))
+        fields = dict(zip(names, tensors, strict=False))
         grads |= formula.denominator_gradients(fields, whole.lse, whole.delta)
-        learned_grads = [grads[name].to(x.dtype) for name, x in zip(names, learned, strict=True)]
+        of_mods = iter(totals.learned[len(keyed) :])
+        mods = (next(of_mods) if x.requires_grad else None for x in tensors[len(names) :])
+        found = [
+            grad if grad is None else grad.to(x.dtype)
+            for grad, x in zip((*(grads[name] for name in names), *mods), tensors, strict=True)
+        ]
         three = (totals.q.to(q.dtype), totals.k.to(k.dtype), totals.v.to(v.dtype))
-        return *three, None, None, None, None, None, *learned_grads
+        return *three, None, None, None, None, None, *found

@@ -119,8 +119,11 @@ def part_backward(
         total.q[:, :, pair.rows] += part.dq
         total.k[:, :, pair.keys] += part.dk
         total.v[:, :, pair.keys] += part.dv
-        of_pieces = [pair_options[name] for name in part.of_options], [*part.of_options.values()]
         if leaves:
-            grads = torch.autograd.grad(of_pieces[0], leaves, of_pieces[1])
+            mods = part.of_options.pop("mod_tensors", ())
+            pieces = [pair_options[name] for name in part.of_options]
+            pieces += [x for x in pair_options.get("mod_tensors", ()) if x.requires_grad]
+            found = [*part.of_options.values(), *(x for x in mods if x is not None)]
+            grads = torch.autograd.grad(pieces, leaves, found)
             for learned, grad in zip(total.learned, grads, strict=True):
                 learned += grad

@@ -144,9 +144,11 @@ def of_heads(options: Options, H_q: int, H_k: int, first: int, count: int) -> Op
 
 
 def with_leaves(options: Options, names: Sequence[str]) -> tuple[Options, list[Tensor]]:
-    """Options with some tensors replaced by new leaves, and the leaves."""
+    """Options with new leaves for these tensors, and mod_tensors that learn, and the leaves."""
     leaves = {name: options[name].detach().requires_grad_() for name in names}
-    return options | leaves, list(leaves.values())
+    mods = [x.detach().requires_grad_(x.requires_grad) for x in options.get("mod_tensors", ())]
+    made = options | leaves | ({"mod_tensors": tuple(mods)} if mods else {})
+    return made, [*leaves.values(), *(x for x in mods if x.requires_grad)]
 
 
 def blank(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

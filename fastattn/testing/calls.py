@@ -256,14 +256,17 @@ def merged(o1: Tensor, lse1: Tensor, o2: Tensor, lse2: Tensor) -> tuple[Tensor, 
     return o1 * first + o2 * second, lse
 
 
-def attention_block(*qkv: Tensor, return_lse: bool = False, **options: Any) -> Any:
+def attention_block(
+    q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False, **options: Any
+) -> Any:
     """o, or (o, lse), of a part that has all keys, differentiable by its own backward."""
     names = [
         name for name in DIFFERENTIABLE
         if isinstance(options.get(name), Tensor) and options[name].requires_grad
     ]  # fmt: skip
     apply: Function = _Block.apply
-    o, lse = apply(options, names, *qkv, *(options[name] for name in names))
+    mods = options.get("mod_tensors", ())
+    o, lse = apply(options, names, q, k, v, *(options[name] for name in names), *mods)
     return (o, lse) if return_lse else o
 
 
@@ -283,7 +286,9 @@ class _Block(torch.autograd.Function):
         q, k, v, o, lse, *_ = ctx.saved_tensors
         do = (torch.zeros_like(o) if do is None else do).to(q.dtype)
         actual = fastattn.attention_block_backward(do, q, k, v, o, lse, dlse=dlse, **ctx.options)
-        learned = (actual.of_options[name] for name in ctx.names)
+        learned = [actual.of_options[name] for name in ctx.names]
+        mods = ctx.options.get("mod_tensors", ())
+        learned += actual.of_options.get("mod_tensors", [None] * len(mods))
         return None, None, actual.dq, actual.dk, actual.dv, *learned
 
 

@@ -1,6 +1,7 @@
 """Parts of the keys: their o is merged to that of the whole, their gradients add up to its."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from fuzz.judges import check_by_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastattn import (
+    BlockGradients,
     attention,
     attention_block_backward,
     attention_block_forward,
@@ -84,6 +86,17 @@ def test_generated_calls(seed: int, one_thread: None, device: str) -> None:
     check_by_kernels("attention_block", seed, device)
 
 
+def tempered(factors: torch.Tensor) -> Any:
+    """A score function that reads a factor for each head."""
+    return lambda x, b, h, q_pos, k_pos: x * factors[h]
+
+
+def values_of(found: BlockGradients) -> list[torch.Tensor]:
+    """Gradients of options, which include what a score function reads."""
+    of_options = dict(found.of_options)
+    return [*of_options.pop("mod_tensors"), *of_options.values()]
+
+
 R = 3
 LEARNED = {
     "attn_bias": (1, 4, 6, 9),
@@ -100,7 +113,8 @@ def call_with_learned(device: str, dtype: torch.dtype) -> tuple[list[torch.Tenso
     inputs = drawn(device, dtype, *shapes)
     inputs[4] = inputs[4].float()
     learned = zip(LEARNED, drawn(device, dtype, *LEARNED.values()), strict=True)
-    options = {name: x.requires_grad_() for name, x in learned}
+    options: dict[str, Any] = {name: x.requires_grad_() for name, x in learned}
+    options["score_mod"] = tempered(options["sinks"].detach().clone().requires_grad_())
     return inputs, {"causal": True, "dropout": 0.2, "dropout_seed": torch.tensor([3, 4]), **options}
 
 
@@ -118,8 +132,8 @@ def test_results_in_fp32_are_those_of_16_bits_before_they_are_rounded(backend, d
     actual = attention_block_backward(*given, dlse=dlse, out_dtype=torch.float32, **options)
     assert torch.equal(actual.delta, rounded.delta)
     for x, y in zip(
-        (*actual[:3], *actual.of_options.values()),
-        (*rounded[:3], *rounded.of_options.values()),
+        (*actual[:3], *values_of(actual)),
+        (*rounded[:3], *values_of(rounded)),
         strict=True,
     ):
         assert x.dtype == torch.float32 and y.dtype == torch.bfloat16
@@ -133,7 +147,7 @@ def test_packed_sequences(backend, device):
     """
     tensors = drawn(
         device, torch.float32, (7, 4, 8), (9, 2, 8), (9, 2, 8), (4, 7), (4, 7, 8), (7, 4, 8), (4,),
-        (7, 4, 8),
+        (4,), (7, 4, 8),
     )  # fmt: skip
     *leaves, do = [x.requires_grad_() for x in tensors[:-1]] + tensors[-1:]
     cu_q, cu_k = (
@@ -141,14 +155,17 @@ def test_packed_sequences(backend, device):
     )
     names = ("relative_bias", "relative_keys", "relative_query", "sinks")
     options = {"causal": True, "dropout": 0.4, "dropout_seed": torch.tensor([3, 4], device=device)}
-    options |= {**dict(zip(names, leaves[3:], strict=True)), "backend": backend}
+    options |= {**dict(zip(names, leaves[3:], strict=False)), "backend": backend}
+    options["score_mod"] = tempered(leaves[-1])
     o, lse = attention_varlen(*leaves[:3], cu_q, cu_k, return_lse=True, **options)
     wanted = torch.autograd.grad(o, leaves, do)
     given = (do, *leaves[:3], o.detach(), lse.detach(), cu_q, cu_k)
     actual = attention_block_backward(*given, **options)
     assert actual.delta.shape == lse.shape
     results = (*actual[:3], *(actual.of_options[name] for name in names))
-    for name, got, exact in zip(("dq", "dk", "dv", *names), results, wanted, strict=True):
+    results += actual.of_options["mod_tensors"]
+    named = ("dq", "dk", "dv", *names, "factors")
+    for name, got, exact in zip(named, results, wanted, strict=True):
         assert_within_budget(name, got, exact.double(), exact)
 
 

@@ -306,4 +306,4 @@ def test_what_has_no_gradient_is_refused(device: str) -> None:
         with pytest.raises(ValueError, match=r"(mod_tensors require a|slopes have no) gradient"):
             torch.func.grad(loss)(q)
     with pytest.raises(ValueError, match=r"mod_tensors\[0\] has no gradient, but requires one"):
-        fastattn.attention_block_forward(q, k, v, **how)
+        fastattn.attention_statistics(q, k, **how)

@@ -62,12 +62,13 @@ def append_and_attend(
         check_tokens(k, v, *like, B, cache.k.dtype)
     with torch.no_grad():
         view = view_of(cache, B, 0 if k is None else k.shape[2])
-        old = view.lengths.clone()
         cos, sin = rotary
         style: Any = "interleaved" if interleaved else "half"
         tables = None if cos is None or sin is None else (cos.float(), sin.float())
         if tables is not None:
-            q = _rotated(q, old, tables, style, moving=options["causal"] or "window" in options)
+            q = _rotated(
+                q, view.lengths, tables, style, moving=options["causal"] or "window" in options
+            )
         if k is not None and v is not None:
             append(view, k, v, rotary=tables, rotary_style=style)
         if qv is not None:  # a copy of keys and values as keys of the second product

@@ -152,7 +152,7 @@ class Case:
     def learns_a_table(self) -> bool:
         """Whether gradients of a tensor that a score function reads are requested."""
         reads = {"score_mod", "mod_tensors"} <= {*self.options} and not DERIVED & self.traits
-        return reads and self.learns and self.call in ("attention", "attention_varlen")
+        return reads and self.learns and self.call != "multiplicative_attention"  # has a weight
 
     def call_of(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, with the case's default device."""
