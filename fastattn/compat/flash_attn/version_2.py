@@ -197,7 +197,7 @@ def flash_attn_varlen_func(
     else:
         if cu_seqlens_k is None:
             raise RuntimeError("cu_seqlens_k must be given without a block_table")
-        placed = options["causal"] or not options.keys().isdisjoint(("window", "alibi_slopes"))
+        placed = options["causal"] or "window" in options or "alibi_slopes" in options
         with errors_of_flash_attn():
             if seqused_k is not None and placed:
                 k, v, cu_seqlens_k = packed.used_keys(k, v, cu_seqlens_k, seqused_k)
