@@ -68,7 +68,7 @@ def memory_efficient_attention(
         op, output_dtype: only None; output_dtype may be query's.
 
     Returns:
-        query's shape with value's last dim. A query that sees no key has 0.
+        Query's shape with value's last dim, contiguous. A query that sees no key has 0.
 
     Raises:
         TypeError: a bias of another class, or a non-float tensor.
@@ -94,7 +94,7 @@ def memory_efficient_attention(
     else:
         options |= _dense(attn_bias, name, query)
         o = attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
-    return o.reshape(*query.shape[:-1], value.shape[-1])
+    return o.reshape(*query.shape[:-1], value.shape[-1]).contiguous()
 
 
 def _dense(bias: Any, name: str, query: Tensor) -> dict[str, Any]:

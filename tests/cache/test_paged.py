@@ -6,8 +6,9 @@ import pytest
 import torch
 from fuzz.cases import drawn, legal
 from fuzz.judges import check
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastattn import OutOfPages, PagedKVCache
+from fastattn import OutOfPages, PagedKVCache, view_of_tensors
 from fastattn.cache.append import append
 from fastattn.cache.page_allocator import OutOfRows
 
@@ -72,6 +73,25 @@ def test_reserve_and_advance_count_as_an_append_that_others_make():
     cache.advance([row], 4)
     assert cache.length(row) == int(cache.lengths[row]) == 4
     assert torch.equal(cache.view([row]).gather()[0][:, :, :4], x)
+
+
+@pytest.mark.parametrize("layout", ["heads, tokens", "tokens, heads", "keys beside values"])
+def test_pages_of_any_layout_are_gathered_whole(layout: str) -> None:
+    """Tokens one by one take three to nine times as long on a CPU."""
+    pages = torch.randn(7, 5, H, 2 * D) if layout != "heads, tokens" else torch.randn(7, H, 5, D)
+    stored = {"heads, tokens": pages, "tokens, heads": pages[..., :D].contiguous().transpose(1, 2)}
+    k = stored.get(layout, pages[..., :D].transpose(1, 2))
+    table = torch.tensor([[6, 0], [3, 3]], dtype=torch.int32)
+    view = view_of_tensors(k, k, torch.tensor([10, 7]), block_table=table)
+    with Whole():
+        gathered, _ = view.gather_slots()
+    assert torch.equal(gathered, k[table.long()].transpose(1, 2).flatten(2, 3))
+
+
+class Whole(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten.index.Tensor or args[0].dim() < 4
+        return function(*args, **(kwargs or {}))
 
 
 def test_no_value_is_read_back():

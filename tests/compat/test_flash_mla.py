@@ -114,11 +114,14 @@ def test_chosen_latents_of_a_prompt(
     counts = torch.tensor([4, 3, 2, 4]).int()
     named = [[8, 0, 3, 3], [2], [5, 6], []]
     kv[4], sink[0] = torch.nan, -torch.inf
-    moved = (x.to(device) for x in (q, kv, indices[:, None]))
+    moved = [x.to(device) for x in (q, kv, indices[:, None])]
     o, largest, lse = flash_mla_sparse_fwd(
         *moved, 0.2, C, sink.to(device), topk_length=counts.to(device)
     )
+    whole = torch.tensor([[0]], device=device), torch.tensor([9], device=device)
+    of_row, _ = flash_mla_with_kvcache(moved[0][None], moved[1][None], *whole, C)
     assert largest is None
+    assert all(x.is_contiguous() for x in (o, lse, of_row)), "servers view them in other sizes"
 
     def sums(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scores = [0.2 * x @ kv[n, 0].to(dtype).T for x, n in zip(q.to(dtype), named, strict=True)]

@@ -111,12 +111,13 @@ def _seen(T, N, name, fields):
 
 def _inputs(B, M, N):
     torch.manual_seed(0)
-    shapes = ((B, M, 2, 16), (B, N, 2, 16), (B, N, 2, 8))
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+    shapes = ((B, 2, M, 16), (B, 2, N, 16), (B, 2, N, 8))
+    return [torch.randn(shape, requires_grad=True).transpose(1, 2) for shape in shapes]
 
 
 def _check(q, k, v, bias, mask, *learned):
     o = integration.memory_efficient_attention(q, k, v, bias, scale=0.3)
+    assert o.is_contiguous(), "callers view it in other sizes"
     wanted = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), mask, scale=0.3
     ).transpose(1, 2)

@@ -104,7 +104,7 @@ def flash_mla_with_kvcache(
         checks.check_input("attn_sink", attn_sink, "", "H_q", q, {"H_q": H_q})
         o, _ = with_column(o, lse, attn_sink)
     o, lse = o.transpose(1, 2), lse.transpose(1, 2)  # of each row, or with indices of each token
-    return o.reshape(B, T_q, H_q, D_v), lse.reshape(B, T_q, H_q).transpose(1, 2)
+    return o.reshape(B, T_q, H_q, D_v).contiguous(), lse.reshape(B, T_q, H_q).transpose(1, 2)
 
 
 def flash_mla_sparse_fwd(
@@ -145,7 +145,7 @@ def flash_mla_sparse_fwd(
         q.unsqueeze(1), kv.unsqueeze(0), None, None, d_v, softmax_scale=sm_scale, indices=indices,
         attn_sink=attn_sink, topk_length=topk_length,
     )  # fmt: skip
-    return o.squeeze(1), None, lse.squeeze(2)
+    return o.squeeze(1), None, lse.squeeze(2).contiguous()
 
 
 def _chosen(
