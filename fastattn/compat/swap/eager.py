@@ -320,7 +320,7 @@ def _why_later(module: nn.Module) -> str | None:
     parts = vars(module).get(PARTS, ())
     if any(calls.served for calls in parts):
         return "only its parts do"
-    seen = not parts or any(calls.counted or calls.unseen for calls in parts)
+    seen = not parts or REASON in vars(module)  # it has run as it is, perhaps without them
     return None if seen else "its parts are tried first"
 
 
