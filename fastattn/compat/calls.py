@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch._guards import TracingContext
 
-# Modules whose own forward torch.compile has traced, by what it traces them in.
-_traced: weakref.WeakKeyDictionary[Any, list[tuple["Calls", type]]] = weakref.WeakKeyDictionary()
+# Modules whose own forward torch.compile has traced, and their counts then, by what traces them.
+_traced: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 class Calls:
@@ -24,27 +24,22 @@ class Calls:
         reason: reason of the last `passed` call.
         unseen: forwards in which no call was seen.
         compiled: whether torch.compile traced the last of these.
+        kind: class of a module whose own forward may compute attention, if no adapter has it.
         ended: whether the swap is undone.
     """
 
     def __new__(cls) -> "Calls":
         # torch.compile runs marked functions while tracing, without a graph node. Marked here and
         # not at import, as marking imports torch._dynamo.
-        for function in (
-            cls.count_served,
-            cls.count_passed,
-            cls.begin,
-            cls.end,
-            cls.trace,
-            cls.trace_innermost,
-        ):
-            torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+        for name in ("count_served", "count_passed", "begin", "end", "trace", "trace_innermost"):
+            torch.compiler.assume_constant_result(getattr(cls, name))  # type: ignore[no-untyped-call]
         return super().__new__(cls)
 
     def __init__(self) -> None:
         self.served = self.passed = self.unseen = 0
         self.reason = ""
         self.compiled = self.ended = False
+        self.kind: type | None = None
         self._before = 0
 
     def count_served(self) -> None:
@@ -59,6 +54,8 @@ class Calls:
     def begin(self) -> None:
         """Begin a forward of the module."""
         self._before = self.counted
+        if self.kind is not None:
+            self.trace(self.kind)
 
     def end(self, compiled: bool) -> None:
         """End a forward of the module, which torch.compile may trace."""
@@ -69,7 +66,7 @@ class Calls:
     def trace(self, kind: type) -> None:
         """Note that the own forward of the module, which is of this class, is traced."""
         if (context := TracingContext.try_get()) is not None:
-            _traced.setdefault(context, []).append((self, kind))
+            _traced.setdefault(context, []).append((self, kind, self.counted))
 
     @staticmethod
     def trace_innermost() -> None:
@@ -85,10 +82,17 @@ class Calls:
         return f"Calls(served={self.served}, passed={self.passed})"
 
 
-def traced_modules() -> list[tuple[Calls, type]]:
-    """Modules, with their classes, whose own forward is traced for a backend."""
-    context = TracingContext.try_get()
-    return [] if context is None else _traced.pop(context, [])
+def traced_modules(softmax: bool) -> list[tuple[Calls, type]]:
+    """Modules, with their classes, whose own forward is traced for a backend, but not counted.
+
+    softmax: whether one is in the graph; without, modules that have no adapter do not matter.
+    """
+    context, alone = TracingContext.try_get(), running.innermost()
+    traced = [] if context is None else _traced.pop(context, [])
+    if not traced and alone is not None:  # torch.compile was called for it, and traces no hooks
+        traced = [(alone, alone.kind, alone.counted)]
+    new = [(x, kind) for x, kind, n in traced if kind is object or (kind and x.counted == n)]
+    return [(x, kind) for x, kind in new if softmax or x.kind is None]
 
 
 class Running(threading.local):

@@ -177,16 +177,19 @@ class Routed(Formed):
 
 
 def test_parts_are_captured_before_the_whole(swap, served):
-    model, before = nn.Sequential(Gate(), Routed(), Timm()), STATS["unique_graphs"]
+    idle, before = Timm(fused=False), STATS["unique_graphs"]
+    idle.spare = Timm()  # a part that does not run
+    model = nn.Sequential(Gate(), Routed(), Timm(), idle)
     done = swap(model, eager=True)
     for _ in range(3):
         model(tokens())
     assert {name: (x.served, x.passed) for name, x in done.calls.items()} == {
-        **{"0": (0, 3), "0.attn": (3, 0), "1": (2, 1), "1.router": (0, 2), "2": (3, 0)}
+        **{"0": (0, 3), "0.attn": (3, 0), "1": (2, 1), "1.router": (0, 2), "2": (3, 0)},
+        **{"3": (2, 1), "3.spare": (0, 0)},
     }
-    assert "only its parts do" in str(done) and len(served) == 8
-    # Two of torch's function, and the whole with its part.
-    assert STATS["unique_graphs"] - before == 3
+    assert "only its parts do" in str(done) and len(served) == 10
+    # Two of torch's function, the whole with its part, and the one whose part does not run.
+    assert STATS["unique_graphs"] - before == 4
 
 
 @pytest.mark.parametrize("how", ["config", "environment", "stance", "jit", "fx"])

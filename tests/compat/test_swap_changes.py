@@ -206,6 +206,18 @@ def test_models_compiled_after_the_swap(swap, served, inner):
     assert ("traced its forward for another backend" in str(done)) == (inner == "eager")
 
 
+@pytest.mark.parametrize(("way", "captures"), [("whole", True), ("whole", False), ("alone", False)])
+def test_a_call_that_a_backend_serves_counts_once(swap, way, captures):
+    model = nn.Sequential(Timm(fused=False), Timm())
+    done = swap(model, eager=captures)
+    for part in [model] if way == "whole" else model:
+        part.compile(backend="fastattn", options={"inner": "eager"})
+    model(tokens())
+    counts = {name: (x.served, x.passed) for name, x in done.calls.items() if name}
+    assert counts == {"0": (1, 0), "1": (1, 0)} and list(done.replaced) == ["0", "1"]
+    assert way == "alone" or "captured by torch.compile" in done.replaced["0"]
+
+
 def test_layers_compiled_one_by_one(swap):
     model = nn.Sequential(*(Timm(fused=False) for _ in range(3)))
     done = swap(model, eager=True)

@@ -86,10 +86,9 @@ def _serve(graph: fx.GraphModule) -> tuple[int, str]:
     """Rewrite attention in a graph; returns how many, and why other softmaxes are left."""
     count, left = rewrite(graph)
     for part in [x for x in graph.modules() if isinstance(x, fx.GraphModule)]:
-        for node in part.graph.nodes:
-            if node.op == "call_function" and node.target is torch_attention:
-                node.target = _attention_in_graph
-                count += 1
+        for node in part.graph.find_nodes(op="call_function", target=torch_attention):
+            node.target = _attention_in_graph
+            count += 1
         part.recompile()
     _count_traced(count, left)
     return count, "; ".join(dict.fromkeys(why for _, why in left))
@@ -101,9 +100,10 @@ def _count_traced(count: int, left: list[tuple[fx.Node, str]]) -> None:
     for node, why in left:
         stack = [*(node.meta.get("nn_module_stack") or {}).values()]
         reasons[stack[-1][1] if stack else None] = why
-    for calls, kind in traced_modules():
+    for calls, kind in traced_modules(bool(count or left)):
         unknown = "" if kind is object else reasons.get(None)  # object: by torch's function
         why = reasons.get(kind, unknown) or ("" if count else _NONE)
+        calls.compiled = True
         calls.count_passed(why) if why else calls.count_served()
 
 
@@ -320,7 +320,7 @@ def _why_later(module: nn.Module) -> str | None:
     parts = vars(module).get(PARTS, ())
     if any(calls.served for calls in parts):
         return "only its parts do"
-    seen = not parts or any(calls.counted or calls.unseen for calls in parts)
+    seen = not parts or REASON in vars(module)  # it has run as it is, perhaps without them
     return None if seen else "its parts are tried first"
 
 

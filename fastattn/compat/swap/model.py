@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from .source import SDPA, SOFTMAX, names_in
 
 _BY_TORCHS_FUNCTION = f"calls to F.{SDPA} use fastattn"
 _EAGER = "try fastattn.swap(model, eager=True) or adapters="
+_UNNAMED = f"its code names neither {SDPA} nor softmax, and no call of either was seen"
 _COMPILED = 'torch.compile traced its forward for another backend; use backend="fastattn"'
 _BY_CAPTURE = "attention in its forward, captured by torch.compile, uses fastattn"
 _REGISTERED = 'attn_implementation="fastattn"'
@@ -61,7 +63,7 @@ class Swap:
             called = any(word in kind.__name__.lower() for word in ("attention", "attn"))
             softmax = not SOFTMAX.isdisjoint(self._names[name])
             if (softmax or called) and name not in served and name not in self._of_transformers:
-                left[name] = _unserved(softmax)
+                left[name] = f"its code names softmax: {_EAGER}" if softmax else _UNNAMED
         # A class named as attention may only contain attention.
         listed = served | left | self._left
         left = {
@@ -78,7 +80,7 @@ class Swap:
 
     def _served(self) -> dict[str, str]:
         watched = {
-            name: _BY_TORCHS_FUNCTION
+            name: _BY_CAPTURE if self.calls[name].compiled else _BY_TORCHS_FUNCTION
             for name, kind in self._watched.items()
             if self.calls[name].counted
             or SDPA in self._names[name]
@@ -87,9 +89,8 @@ class Swap:
         return watched | self._ways
 
     def _is_unseen(self, name: str) -> bool:
-        calls = self.calls.get(name)
-        idle = calls is not None and not calls.counted and not calls.unseen
-        return idle and not self._is_compiled(name)
+        calls = self.calls[name]
+        return not (calls.counted or calls.unseen or self._is_compiled(name))
 
     def _is_compiled(self, name: str) -> bool:
         """Whether torch.compile traced the forward, perhaps as another layer's of the class."""
@@ -136,12 +137,6 @@ class Swap:
         return f" [{count} so far{why}]"
 
 
-def _unserved(softmax: bool) -> str:
-    if softmax:
-        return f"its code names softmax: {_EAGER}"
-    return f"its code names neither {SDPA} nor softmax, and no call of either was seen"
-
-
 def swap(
     model: nn.Module,
     *,
@@ -184,7 +179,7 @@ def swap(
     for module in model.modules():
         _release(module)
     done = Swap()
-    captured: dict[Any, CapturedForward] = {}  # one for all modules of a class
+    captured = cache(CapturedForward)  # one for all modules of a class
     serving: Serving | None = None
     eager_modules: dict[str, nn.Module] = {}
     for name, module in list(_matches(model, "", done, set(), adapters)):
@@ -203,11 +198,13 @@ def swap(
         done._changed[module] = done.calls[name]
         if kind in adapters:
             _adapt(name, module, adapters[kind], "its adapter computes its calls", done)
-        elif eager and name not in done._ways and not SOFTMAX.isdisjoint(done._names[name]):
-            _adapt(
-                name, module, captured.setdefault(kind, CapturedForward(kind)), _BY_CAPTURE, done
-            )
+        elif name in done._ways or SOFTMAX.isdisjoint(done._names[name]):
+            continue
+        elif eager:
+            _adapt(name, module, captured(cast(Any, kind)), _BY_CAPTURE, done)
             eager_modules[name] = module
+        elif name not in done._of_transformers:
+            done.calls[name].kind = kind
     served = done._served()
     for name, module in eager_modules.items():
         inside = [x for x in served if x != name and x.startswith(name and f"{name}.")]
