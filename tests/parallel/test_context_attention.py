@@ -69,10 +69,11 @@ def case_of(seed: int, ranks: int) -> Case:
         most = 1 if backend == "triton" else 2
         sizes = {name: min(x, 8 if name[0] == "D" else most) for name, x in sizes.items()}
         left |= {"again"}
-    options = (name, *(x for x in like.options if x in NAMES and x != name))
+    beside = ("score_mod", "relative_bias", "sinks") if name == "mod_tensors" else ()
+    options = dict.fromkeys((name, *beside, *(x for x in like.options if x in NAMES)))
     traits = (like.traits - left) | {"environment"}  # no argument names a backend
     case = legal(
-        replace(like, call="attention", T_q=T, T_k=T, options=options, traits=traits, **sizes)
+        replace(like, call="attention", T_q=T, T_k=T, options=tuple(options), traits=traits, **sizes)
     )
     shared = method_of(seed) in METHODS[2:] and case.H_q % ranks
     return replace(case, G=ranks) if shared else case
