@@ -131,9 +131,10 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
     made = make(case, "")
     rows = len(made.beside["cu_seqlens_q"]) - 1 if call.packed else case.B
     options = drawn_options(case, rows)
+    stands, oracle = function or call.function, call.oracle
     if case.learns_a_table:
         options["weight"] = options["mod_tensors"][0]
-    stands = mods.learning(function or call.function)
+        stands, oracle = mods.learning(stands), mods.learning(oracle)
     turned = replace(case, layouts=(*case.layouts[1:], case.layouts[0]))
     for turn in range(4 if "again" in case.traits else 1):
         # The last of them in other layouts.
@@ -142,7 +143,7 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
         largest: list[Tensor] = []
         ours = _noting(ours, largest) if "max" in case.traits else ours
         ours = _cast(case.dtype, ours) if "autocast" in case.traits else ours
-        ours, theirs = _dropping_alike(case, ours, mods.learning(call.oracle))
+        ours, theirs = _dropping_alike(case, ours, oracle)
         called = ours
         ours = derived(case, ours, case.random("push").choice(by_levels, by_transform))
         theirs = derived(case, theirs, by_reverse)
@@ -150,7 +151,6 @@ def _compare(case: Case, function: Callable[..., Any] | None = None) -> None:
             _asked(case, ours),
             *_with_poison(case, made, options),
             clean=made.clean,
-            # Results of no sequences depend on nothing there.
             oracle=_asked(case, theirs, loose=not rows and call.packed),
             backward=case.learns and turn == 0,
             orders=ORDERS,
@@ -260,7 +260,7 @@ def _asked(case: Case, function: Callable[..., Any], loose: bool = False) -> Cal
     """The function, with what the case's traits request.
 
     Results and gradients that are not requested are 0. loose: so are those of inputs on which its
-    results do not depend.
+    results do not depend, as where there is no sequence.
     """
     draw = case.random("asked")
     layout = draw.choice(*LAYOUTS)

@@ -89,9 +89,8 @@ def ramped(x: Any, b: Any, h: Any, q_pos: Any, k_pos: Any) -> Any:
 def learning(function: Any) -> Any:
     """The function, with a table that learns, `weight`, in the place of the first mod_tensor."""
 
-    def call(*args: Any, weight: Any = None, **options: Any) -> Any:
-        if weight is not None:
-            options["mod_tensors"] = (weight, *options["mod_tensors"][1:])
+    def call(*args: Any, weight: Any, **options: Any) -> Any:
+        options["mod_tensors"] = (weight, *options["mod_tensors"][1:])
         return function(*args, **options)
 
     return call
