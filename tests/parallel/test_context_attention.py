@@ -70,10 +70,11 @@ def case_of(seed: int, ranks: int) -> Case:
         sizes = {name: min(x, 8 if name[0] == "D" else most) for name, x in sizes.items()}
         left |= {"again"}
     beside = ("score_mod", "relative_bias", "sinks") if name == "mod_tensors" else ()
-    options = dict.fromkeys((name, *beside, *(x for x in like.options if x in NAMES)))
+    drawn_too = (x for x in like.options if x in NAMES)
+    options = tuple(dict.fromkeys((name, *beside, *drawn_too)))
     traits = (like.traits - left) | {"environment"}  # no argument names a backend
     case = legal(
-        replace(like, call="attention", T_q=T, T_k=T, options=tuple(options), traits=traits, **sizes)
+        replace(like, call="attention", T_q=T, T_k=T, options=options, traits=traits, **sizes)
     )
     shared = method_of(seed) in METHODS[2:] and case.H_q % ranks
     return replace(case, G=ranks) if shared else case
