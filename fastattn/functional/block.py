@@ -6,7 +6,7 @@ lse) and the merged o for the gradients of scores, weight * (do.v - do.o): Liu e
 Attention with Blockwise Transformers for Near-Infinite Context", 2023, arXiv 2310.01889.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from ..ops.gradients import (
 )
 from ..options import LEARNED, Options
 from ..torch_backend import block as formula
+from ..torch_backend.block import Results
 from . import call_options, inputs
 from .fused_attention import checked_options, compute
 
@@ -203,20 +204,18 @@ def _learned(options: dict[str, Any], checked: Options) -> dict[str, tuple[str, 
     return {field: learned[field] for field in LEARNED if field in learned}
 
 
-# do, dlse, q, k, v, o, lse
-_Results = Sequence[Any]
 # Gradients of q, k, v and the learned fields; delta; gradients of mod_tensors, if any learns.
 _Found = tuple[list[Tensor], Tensor, list[Tensor | None]]
 
 
-def _in_torch(results: _Results, options: Options, learned: Iterable[str]) -> _Found:
-    gradients, delta = formula.gradients(*results, options, list(learned))
+def _in_torch(results: Results, options: Options, learned: Iterable[str]) -> _Found:
+    gradients, delta = formula.gradients(results, options, list(learned))
     (do, dlse, *saved), options = _batched(results, options)
     return gradients, delta, _of_mods(None, (*saved, options), do, dlse)
 
 
 def _by_kernels(
-    kernels: Kernels, results: _Results, options: Options, learned: Container[str]
+    kernels: Kernels, results: Results, options: Options, learned: Container[str]
 ) -> _Found:
     """The gradients, with padded head dims."""
     do, dlse, *rows, lse = results
@@ -235,7 +234,7 @@ def _by_kernels(
     return [x for x in grads if x is not None], delta, of_mods
 
 
-def _batched(results: _Results, options: Options) -> tuple[_Results, Options]:
+def _batched(results: Results, options: Options) -> tuple[Results, Options]:
     """The results and options of a call, of packed sequences with a batch dim."""
     if options.cu_seqlens_q is None:
         return results, options

@@ -13,33 +13,26 @@ from .query_chunks import parts
 # Scores in memory at once: 256 MiB in fp32.
 _SCORES = 2**26
 
+# do, dlse, q, k, v, o and lse.
+Results = Sequence[Any]
 # Gradients of q, k, v and of fields of Options; delta.
 Gradients = tuple[list[Tensor], Tensor]
 
 
 def gradients(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    learned: Sequence[str],
-    *,
-    first_row: int = 0,
+    results: Results, options: Options, learned: Sequence[str], *, first_row: int = 0
 ) -> Gradients:
     """Gradients in fp32 or wider, with all scores in memory.
 
     Args:
-        do, dlse, q, k, v, o, lse: as in `fastattn.attention_block_backward`.
+        results: as in `fastattn.attention_block_backward`.
         options: checked, of this part.
         learned: names of given fields that need gradients.
         first_row: b of the first batch row; not 0 for a packed sequence.
     """
     if options.cu_seqlens_q is not None:
-        return _each_sequence(do, dlse, q, k, v, o, lse, options, learned)
+        return _each_sequence(results, options, learned)
+    do, dlse, q, k, v, o, lse = results
     (B, H_q, T_q, D_v), (_, H_k, T_k, _) = do.shape, k.shape
     groups = (B, H_k, H_q // H_k, T_q)
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
@@ -66,17 +59,8 @@ def _leaf(x: Tensor) -> Tensor:
     return formula.wide(x.detach(), None).requires_grad_()
 
 
-def _each_sequence(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    options: Options,
-    learned: Sequence[str],
-) -> Gradients:
+def _each_sequence(results: Results, options: Options, learned: Sequence[str]) -> Gradients:
+    do, dlse, q, k, v, o, lse = results
     fields = [getattr(options, name) for name in learned]
     totals = [torch.zeros_like(formula.wide(x, None)) for x in (q, k, v, *fields)]
     delta = torch.zeros_like(lse)
@@ -86,8 +70,8 @@ def _each_sequence(
             for x, part in ((do, rows), (q, rows), (o, rows), (k, keys), (v, keys))
         )
         dlse_n = None if dlse is None else dlse[None, :, rows]
-        results = (do_n, dlse_n, q_n, k_n, v_n, o_n, lse[None, :, rows])
-        grads, delta_n = gradients(*results, of_sequence, learned, first_row=n)
+        own = (do_n, dlse_n, q_n, k_n, v_n, o_n, lse[None, :, rows])
+        grads, delta_n = gradients(own, of_sequence, learned, first_row=n)
         delta[:, rows] = delta_n[0]
         for name, total, grad in zip(("q", "k", "v", *learned), totals, grads, strict=True):
             if grad.dim() == 4:
