@@ -220,8 +220,8 @@ def _by_kernels(
     """The gradients, with padded head dims."""
     do, dlse, *rows, lse = results
     results = (inputs.kernel_rows(do), dlse, *map(inputs.kernel_rows, rows), lse.contiguous())
-    (do, dlse, *saved), options = _batched(results, inputs.kernel_options(options))
-    saved = (*saved, contiguous(options))
+    (do, dlse, *rows), options = _batched(results, inputs.kernel_options(options))
+    saved: Any = (*rows, contiguous(options))
     needed = [True] * 3 + [name in learned for name in LEARNED]
     if tracing.may_be_traced(do):
         kernels = kernels.seen()
