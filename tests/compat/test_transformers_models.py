@@ -131,6 +131,20 @@ def test_images_that_see_all_of_themselves_in_a_window(device):
     compare(model, inputs, lambda out: out.logits[mask.bool()])
 
 
+def test_lengths_that_halve_between_layers(device):
+    """Informer's encoder makes one mask for layers of 10 and of 5 steps."""
+    sizes = {"input_size": 1, "prediction_length": 3, "context_length": 10, "lags_sequence": [1]}
+    parts = {**TWO_HALVES, "decoder_layers": 1, "attention_type": "full"}
+    config = tr.InformerConfig(**sizes, **parts, num_time_features=1)
+    model = build(tr.AutoModel, config, device)
+    inputs = {name: torch.rand(2, n, 1) for name, n in (("past_time", 11), ("future_time", 3))}
+    inputs = {f"{name}_features": x.to(device) for name, x in inputs.items()}
+    past = torch.rand(2, 11, device=device)
+    inputs |= {"past_values": past, "past_observed_mask": torch.ones_like(past)}
+    inputs["future_values"] = past[:, :3]
+    compare(model, inputs, lambda out: out.last_hidden_state)
+
+
 def test_qwen3_next_and_its_gated_layer_as_ours(device):
     """The model through the integration, and the weights of its layer in `CausalGQAttention`."""
     config = tr.Qwen3NextConfig(

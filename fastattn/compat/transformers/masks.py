@@ -41,7 +41,7 @@ def attention_mask(
     or it translates to a mask_mod, and the call is not traced; else a plain tensor. Families that
     need the mask of "eager" get it: dtype [B, 1, T_q, T_k], 0 = attend, the lowest number
     elsewhere. Only traced calls return None (the mask is `is_causal` alone), as a layer's
-    `is_causal` may differ from its mask.
+    `is_causal` may differ from its mask, and Informer's, whose layers halve the length.
 
     Args:
         batch_size, q_length, kv_length: B, T_q, T_k.
@@ -68,8 +68,7 @@ def attention_mask(
         sdpa_mask,
     )  # fmt: skip
 
-    if mask_function is None:
-        mask_function = causal_mask_function
+    mask_function = mask_function or causal_mask_function
     separated = getattr(attention_mask, "separated", False)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         numbers = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -91,7 +90,9 @@ def attention_mask(
         return made
 
     if config is not None and not takes_rules(type(config)):
-        added: Tensor = eager_mask(*extents, mask_function, attention_mask, dtype, **shared)
+        skip = allow_is_bidirectional_skip and getattr(config, "distil", False)  # Informer's
+        added: Tensor | None
+        added = eager_mask(*extents, mask_function, attention_mask, dtype, skip, **shared)
         return added
     aligned = not isinstance(q_offset, Tensor) and q_offset == kv_offset and q_length == kv_length
     # One query has few entries, and generation with a static cache passes them to a compiled step.
@@ -103,10 +104,9 @@ def attention_mask(
         # A config may change which way a family looks: its layers need not have heard of that.
         turned = getattr(config, "use_bidirectional_attention", None)
         turned = turned or getattr(config, "is_causal", None) is False
-        plain = attention_mask is None and not turned
         causal = mask_function is causal_mask_function and allow_is_causal_skip and aligned
         whole = mask_function is bidirectional_mask_function and allow_is_bidirectional_skip
-        if plain and (causal or whole):
+        if (causal or whole) and attention_mask is None and not turned:
             return None
         made = entries()
         if not separated:  # by positions, which the layers may have
