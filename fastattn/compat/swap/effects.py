@@ -71,6 +71,12 @@ def is_in_place(node: fx.Node) -> bool:
     return is_call and bool(flagged or name.endswith("_") or mutable)
 
 
+def is_changed(graph: fx.Graph, node: fx.Node) -> bool:
+    """Whether an operation in place may change a node's memory."""
+    changing = (x for x in graph.nodes if is_in_place(x) and x.all_input_nodes)
+    return any(node in _memory(x.all_input_nodes[0]) for x in changing)
+
+
 def _memory(node: fx.Node) -> set[Any]:
     """Nodes whose memory a node may share; "given" for all graph inputs."""
     storages: set[Any] = set()

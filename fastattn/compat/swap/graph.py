@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .effects import FRESH, is_in_place, name_of, why_not_moved
+from .effects import FRESH, is_changed, is_in_place, name_of, why_not_moved
 from .fused import fused
 from .nodes import OPERANDS, Unmatched, alike, argument, bare, operation, permuted, value
 from .scores import Match, product_of_scores
@@ -65,12 +65,7 @@ def _in_one_form(graph: fx.Graph) -> None:
             node.args = (node.args[1], node.args[0], node.args[2])
         elif node.op == "call_method" and name in _NEW and isinstance(node.args[0], fx.Node):
             like = value(node.args[0])
-            node.op, node.target = "call_function", _NEW[name]
-            sizes = node.args[1:] if name != "new_full" else node.args[1:2]
-            sizes = (
-                sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], (int, fx.Node)) else sizes
-            )
-            node.args = (sizes, *node.args[2:]) if name == "new_full" else (sizes,)
+            node.op, node.target, node.args = "call_function", _NEW[name], node.args[1:]
             node.kwargs = {"dtype": like.dtype, "device": like.device, **node.kwargs}
 
 
@@ -109,6 +104,8 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
         out = permuted(out, order)
         if value(product).is_contiguous() and _depends_on_strides(product):
             out = graph.call_method("contiguous", (out,))
+        if is_changed(graph, product):
+            out = graph.call_method("clone", (out,))  # gradients read the result
     out.meta = dict(product.meta)
     product.replace_all_uses_with(out)
     for node in sorted({*match.chain, *match.extra, product}, reverse=True):
@@ -118,11 +115,8 @@ def _replace(graph: fx.Graph, softmax: fx.Node) -> None:
 
 def _depends_on_strides(node: fx.Node) -> bool:
     """Whether a user may view a node, as code may view a product; kernels have queries' strides."""
-    return any(
-        _depends_on_strides(user) if name_of(user) in ("transpose", "permute") else True
-        for user in node.users
-        if name_of(user) not in _COPIES
-    )
+    users = [x for x in node.users if name_of(x) not in _COPIES]
+    return any(name_of(x) not in ("transpose", "permute") or _depends_on_strides(x) for x in users)
 
 
 def _check(graph: fx.Graph, product: fx.Node, scores: fx.Node, match: Match) -> None:
