@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import kernels
 from ..options import Options
 from . import flops
-from .attention_ops import HOPPER, PORTABLE, by_hopper, setup_context
+from .attention_ops import HOPPER, PORTABLE, attend, by_hopper, setup_context
 from .call import contiguous, fake_output, operator
 from .derivatives.second_order import gradients
 from .gradients import Kernels, as_batch, as_packed, laid, needed_of, placed, saved
@@ -102,17 +102,31 @@ def _gradients(
     return placed(gradients(by, saved(ctx), needed_of(needs), do, dlse), len(needs))
 
 
-WITH_MAX = {"triton": attention_forward_with_max, "hopper": hopper_forward_with_max}
-for _name, _by in (("triton", PORTABLE), ("hopper", HOPPER)):
-    WITH_MAX[_name].op.register_autograd(partial(_gradients, _by.seen()), setup_context=_save)
+WITH_MAX = {
+    "triton": (attention_forward_with_max, PORTABLE), "hopper": (hopper_forward_with_max, HOPPER),
+}  # fmt: skip
+for _forward, _by in WITH_MAX.values():
+    _forward.op.register_autograd(partial(_gradients, _by.seen()), setup_context=_save)
 
 
 def attend_with_max(
     q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attend.attend` by the kernels of a backend, with the largest score of each query."""
-    options, forward = contiguous(options), WITH_MAX[backend].by_op
-    if options.cu_seqlens_q is None:
-        return forward(q, k, v, options)
-    o, lse, largest = forward(as_batch(q), as_batch(k), as_batch(v), laid(options, as_batch))
+    forward, by = WITH_MAX[backend]
+    packed = options.cu_seqlens_q is not None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in options.mod_tensors):
+        found: list[Tensor] = []  # an operator has no gradients of these
+
+        def attended(*call: Any) -> tuple[Tensor, Tensor]:
+            o, lse, largest = forward.direct(*call)
+            found.append(largest)
+            return o, lse
+
+        o, lse = attend(q, k, v, options, by._replace(forward=attended))
+        return o, lse, found[0][0] if packed else found[0]
+    options = contiguous(options)
+    if not packed:
+        return forward.by_op(q, k, v, options)
+    o, lse, largest = forward.by_op(as_batch(q), as_batch(k), as_batch(v), laid(options, as_batch))
     return as_packed(o), lse[0], largest[0]
