@@ -103,8 +103,9 @@ def _gradients(
 
 
 WITH_MAX = {
-    "triton": (attention_forward_with_max, PORTABLE), "hopper": (hopper_forward_with_max, HOPPER),
-}  # fmt: skip
+    "triton": (attention_forward_with_max, PORTABLE),
+    "hopper": (hopper_forward_with_max, HOPPER),
+}
 for _forward, _by in WITH_MAX.values():
     _forward.op.register_autograd(partial(_gradients, _by.seen()), setup_context=_save)
 

@@ -135,21 +135,13 @@ def with_kvcache(case: Case) -> None:
         return new.expand(-1, case.H_k, -1, x.shape[-1])
 
     tokens = [x.gather(2, places(x)) for x in (k, v)]
-    options, rotary = {"causal": False, **drawn_options(case, case.B)}, {}
-    turned = rotated = q, tokens[0]
-    style, pairs = draw.choice("half", "interleaved"), draw.choice(0, case.D // 2, case.D // 4)
-    if T_new and pairs:
-        tables = rotary_tables(torch.arange(case.T_k + T_q), 2 * pairs)
-        cos, sin = (x.to(case.dtype) for x in tables)
-        moving = options["causal"] or options.get("window") not in (None, (None, None))
-        at = before[:, None] + steps * moving, before[:, None] + steps[:T_new]
-        rotary = {"rotary_cos": cos, "rotary_sin": sin}
-        rotated = tuple(
-            apply_rotary(x, cos.float()[rows], sin.float()[rows], style=style)
-            for x, rows in zip(turned, at, strict=True)
-        )
+    options = {"causal": False, **drawn_options(case, case.B)}
+    # All queries are turned to the first new place where nothing is hidden by place.
+    moving = options["causal"] or options.get("window") not in (None, (None, None))
+    at = before[:, None] + steps * moving, before[:, None] + steps[:T_new]
+    (q_turned, k_turned), rotary = _rotated(case, draw, (q, tokens[0]), at)
     # The cache as it is to be afterwards, and before.
-    written = k.scatter(2, places(k), rotated[1]), v
+    written = k.scatter(2, places(k), k_turned), v
     free = [x.scatter(2, places(x), torch.nan) for x in written]
     expected, filled = (
         _of_a_server(case.random("server"), fill(kind, *x, lengths), codes=False)
@@ -162,7 +154,7 @@ def with_kvcache(case: Case) -> None:
     table = "block_table" if module is version_2 else "page_table"
     theirs = by_flash_attn(options) | {table: pages, "cache_batch_idx": rows}
     theirs |= {"cache_seqlens": before.int(), "cache_leftpad": view.starts, **rotary}
-    theirs |= {"rotary_interleaved": style == "interleaved", "num_splits": draw.choice(0, 1, 3)}
+    theirs["num_splits"] = draw.choice(0, 1, 3)
     if T_new:
         theirs |= dict(zip("kv", (x.transpose(1, 2) for x in tokens), strict=True))
     memory = [x.transpose(1, 2) for x in (view.k, view.v)]
@@ -174,14 +166,36 @@ def with_kvcache(case: Case) -> None:
 
     actual = case.call_of(call, q, return_lse=True)
     assert torch.equal(theirs["cache_seqlens"], before.int())
+    _assert_written(view, expected.view)
+    assert_nan_stays(case, q, call, options)
+    assert_decoded(actual, q_turned, expected, orders=ORDERS, **options)
+
+
+def _rotated(
+    case: Case, draw: Draw, tensors: tuple[Tensor, Tensor], at: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Queries and new keys at these places, rotated or not, and flash-attn's arguments for that."""
+    style, pairs = draw.choice("half", "interleaved"), draw.choice(0, case.D // 2, case.D // 4)
+    if not pairs or not tensors[1].shape[2]:
+        return tensors, {}
+    tables = rotary_tables(torch.arange(case.T_k + case.T_q), 2 * pairs)
+    cos, sin = (x.to(case.dtype) for x in tables)
+    turned = tuple(
+        apply_rotary(x, cos.float()[rows], sin.float()[rows], style=style)
+        for x, rows in zip(tensors, at, strict=True)
+    )
+    flags = {"rotary_interleaved": style == "interleaved"}
+    return turned, {"rotary_cos": cos, "rotary_sin": sin, **flags}
+
+
+def _assert_written(view: Any, expected: Any) -> None:
+    """Check what a cache holds: values bit by bit, keys as they are rotated."""
     for name in "kv":
-        cached, exact = (getattr(x, name) for x in (view, expected.view))
+        cached, exact = (getattr(x, name) for x in (view, expected))
         assert torch.equal(cached.isnan(), exact.isnan())
         cached, exact = cached.nan_to_num(), exact.nan_to_num()
         assert name == "k" or torch.equal(cached, exact)
         assert_within_budget(f"{name}_cache", cached, exact.double(), exact)
-    assert_nan_stays(case, q, call, options)
-    assert_decoded(actual, rotated[0], expected, orders=ORDERS, **options)
 
 
 def _of_a_server(draw: Draw, filled: Filled, codes: bool = True) -> Filled:
