@@ -77,7 +77,7 @@ def test_reserve_and_advance_count_as_an_append_that_others_make():
 
 @pytest.mark.parametrize("layout", ["heads, tokens", "tokens, heads", "keys beside values"])
 def test_pages_of_any_layout_are_gathered_whole(layout: str) -> None:
-    """Tokens one by one take three to nine times as long on a CPU."""
+    """Tokens one by one take longer on a CPU."""
     pages = torch.randn(7, 5, H, 2 * D) if layout != "heads, tokens" else torch.randn(7, H, 5, D)
     stored = {"heads, tokens": pages, "tokens, heads": pages[..., :D].contiguous().transpose(1, 2)}
     k = stored.get(layout, pages[..., :D].transpose(1, 2))
