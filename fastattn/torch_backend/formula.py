@@ -73,12 +73,20 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
     """Scores [B, H_q, T_q, T_k] in fp32 or wider, -inf where masked."""
     (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
     exists = masks.existing_keys(options, T_k, q.device)
-    q, k = wide(q, None), wide(k, exists)
+    # Queries are scaled, not products, of which there are more.
+    factor = options.scale / (options.softcap or 1)
+    q, k = wide(q, None) * factor, wide(k, exists)
     products = _of_groups(q, k)
     if options.query2 is not None and options.key2 is not None:
-        products = products + _of_groups(wide(options.query2, None), wide(options.key2, exists))
+        query = wide(options.query2, None) * factor
+        products = products + _of_groups(query, wide(options.key2, exists))
+    if options.relative_keys is not None:
+        given = options.relative_query
+        query = q if given is None else given.to(q.dtype) * factor
+        keys = options.relative_keys.to(q.dtype)
+        products = products + _relative_products(query, keys, k, options)
     keep = masks.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
-    x = _scores(products, q, k, keep, options, first_row)
+    x = _scores(products, q, keep, options, first_row)
     return x if keep is None else torch.where(keep, x, float("-inf"))
 
 
@@ -95,17 +103,11 @@ def wide(x: Tensor, exists: Tensor | None) -> Tensor:
 
 
 def _scores(
-    products: Tensor, q: Tensor, k: Tensor, keep: Tensor | None, options: Options, first_row: int
+    products: Tensor, q: Tensor, keep: Tensor | None, options: Options, first_row: int
 ) -> Tensor:
-    """Scores of visible keys from q.k [B, H_q, T_q, T_k]."""
+    """Scores of visible keys from scaled products [B, H_q, T_q, T_k], of a softcap in its units."""
     B, H_q, T_q, T_k = products.shape
-    x = products
-    if options.relative_keys is not None:
-        query = q if options.relative_query is None else options.relative_query.to(q.dtype)
-        x = x + _relative_products(query, options.relative_keys.to(q.dtype), k, options)
-    x = x * options.scale
-    if options.softcap is not None:
-        x = options.softcap * torch.tanh(x / options.softcap)
+    x = products if options.softcap is None else options.softcap * products.tanh()
     if options.biases or options.attn_bias is not None:
         x = x + masks.added_scores(q, T_k, options).bias(options)
     if options.score_mod is not None:

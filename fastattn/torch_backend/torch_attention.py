@@ -30,18 +30,18 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Options], Results]
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False, first_row: int = 0,
-    first_query: int = 0,
+    first_query: int | None = None,
 ) -> Results:  # fmt: skip
     """`fastattn.attention` or, packed, `attention_varlen`, for checked arguments.
 
-    first_row, first_query: b of the first batch row and i of the first query; not 0 for a part.
+    first_row: b of the first batch row; not 0 for a part. first_query: i of a chunk's first query.
     """
     return bind(q, k, v, options, return_lse, first_row, first_query)(q, k, v, options)
 
 
 def bind(
     q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool = False,
-    first_row: int = 0, first_query: int = 0,
+    first_row: int = 0, first_query: int | None = None,
 ) -> Attend:  # fmt: skip
     """The function that computes calls with these layouts and options, whatever tensors hold.
 
@@ -68,9 +68,11 @@ def bind(
     step = q.shape[2] if empty or tracing.may_be_traced(q) else _step(q, k, options, by_formula)
     if tracing.always(step < q.shape[2]):
         return partial(_in_chunks, step=step, by_formula=by_formula, **how)
-    how["first_query"] = first_query
+    how["first_query"] = first_query or 0
     if by_formula:
-        return partial(_by_formula, **how)
+        whole = empty or tracing.may_be_traced(q) or first_query is not None
+        step = 0 if whole else _step(q, k, options, True, _FEWER)
+        return partial(_by_formula, step=step, **how)
     causal, gqa = _is_causal(options), not tracing.always(q.shape[1] == k.shape[1])
     lower, T_k = causal and options.left is None, k.shape[2]
     skips = causal and fits and T_k > _KEYS_AT_ONCE
@@ -126,12 +128,12 @@ def _with_tangents(
 
 
 # Scores, or numbers of masks and biases, in memory at once: above the first, a call runs in chunks
-# of the second (8 MiB in fp32), on a CPU. Times as many elsewhere. Queries of a narrow window's
-# chunk.
-_MOST, _AT_ONCE, _ELSEWHERE, _QUERIES = 2**22, 2**21, 32, 256
+# of the second (8 MiB in fp32), on a CPU. Times as many elsewhere, and times fewer, which stay in a
+# cache, of the formula without gradients. Queries of a narrow window's chunk.
+_MOST, _AT_ONCE, _ELSEWHERE, _FEWER, _QUERIES = 2**22, 2**21, 32, 4, 256
 
 
-def _step(q: Tensor, k: Tensor, options: Options, by_formula: bool) -> int:
+def _step(q: Tensor, k: Tensor, options: Options, by_formula: bool, fewer: int = 1) -> int:
     """Number of queries to compute at once."""
     (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
     flagged = _is_causal(options) and T_k > _KEYS_AT_ONCE
@@ -142,6 +144,7 @@ def _step(q: Tensor, k: Tensor, options: Options, by_formula: bool) -> int:
     narrow = 2 * keys <= T_k
     many = of_all * (keys if narrow else T_k)
     many = many if q.is_cpu else -(-many // _ELSEWHERE)
+    many *= fewer
     step = T_q if many * T_q <= _MOST else max(1, _AT_ONCE // many)
     return min(step, _QUERIES) if narrow else step
 
@@ -175,7 +178,12 @@ def _in_chunks(
     return (o, *lse) if return_lse else o  # type: ignore[return-value]
 
 
-def _by_formula(q: Tensor, k: Tensor, v: Tensor, options: Options, **how: Any) -> Results:
+def _by_formula(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, step: int = 0, **how: Any
+) -> Results:
+    if 0 < step < q.shape[2] and not _records(q, k, v, options):
+        del how["first_query"]
+        return _in_chunks(q, k, v, options, step=step, by_formula=True, **how)
     results = formula.attention(q, k, v, options, **how)
     if not isinstance(results, tuple) or options.fp32_results:
         return results
