@@ -155,7 +155,7 @@ class RotaryPositions:
             n = length if kept is None else max(length, 2 * kept[0].shape[0])
             # A later backward pass cannot save an inference tensor.
             with torch.inference_mode(False):
-                kept = self._tables(torch.arange(n, device=device))
+                kept = self.of(torch.arange(n, device=device))
             # In a transform of torch.func they are wrapped, and no use after it.
             if may_keep(device) and not transforming():
                 self._kept = kept
@@ -176,7 +176,7 @@ class RotaryPositions:
         """
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
             steps = torch.arange(count, device=device)
-            return self._tables(steps + (first[:, None] if isinstance(first, Tensor) else first))
+            return self.of(steps + (first[:, None] if isinstance(first, Tensor) else first))
         cos, sin = self.up_to(bound, device)
         if isinstance(first, int):
             return cos[first : first + count], sin[first : first + count]
@@ -184,8 +184,10 @@ class RotaryPositions:
         rows = (first[:, None] + steps).clamp(max=cos.shape[0] - 1)
         return cos[rows], sin[rows]
 
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_tables(positions, self.rotary_dim, base=self.base, scaling=self.scaling)
+    def of(self, positions: Tensor, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        """`rotary_tables` of other positions."""
+        how: Any = {"base": self.base, "scaling": self.scaling, "device": device}
+        return rotary_tables(positions, self.rotary_dim, **how)
 
 
 # Types of a layer's rotary_tables.

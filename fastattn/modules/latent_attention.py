@@ -18,7 +18,6 @@ from ..rotary import (
     RotaryTables,
     apply_rotary,
     check_rotary_style,
-    rotary_tables,
 )
 from ..rotary_scaling import RotaryScaling
 from . import checks as module_checks
@@ -315,7 +314,7 @@ class MultiheadLatentAttention(nn.Module):
         if own is None or isinstance(shared, tuple):
             return shared if isinstance(shared, tuple) else None
         if positions is not None:
-            return rotary_tables(positions, own.rotary_dim, base=own.base, scaling=own.scaling)
+            return own.of(positions)
         T = bound = x.shape[1]
         first: int | Tensor = 0
         if cache is not None:

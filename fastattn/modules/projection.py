@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..rotary import RotaryPositions, RotaryStyle, rotary_tables, rotated
+from ..rotary import RotaryPositions, RotaryStyle, rotated
 from .checks import LayerCache, check_rotary
 from .fused_weights import Fused
 from .layer import AttentionLayer
@@ -27,7 +27,6 @@ class SelfProjection(AttentionLayer):
 
     fused_projections: ClassVar[Fused] = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
     rotary: RotaryStyle | None
-    rotary_base: float
 
     def __init__(
         self,
@@ -37,18 +36,23 @@ class SelfProjection(AttentionLayer):
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(embed_dim, num_heads, num_kv_heads, options)
-        self.rotary, self.rotary_base = options["rotary"], options["rotary_base"]
+        self.rotary, base = options["rotary"], options["rotary_base"]
         rotary_dim, D = options["rotary_dim"], self.head_dim
-        check_rotary(D, self.rotary, self.rotary_base, rotary_dim)
+        check_rotary(D, self.rotary, base, rotary_dim)
         self.rotary_dim: int = D if rotary_dim is None else rotary_dim
         self.rotary_positions = (
-            None if self.rotary is None else RotaryPositions(self.rotary_dim, base=self.rotary_base)
+            None if self.rotary is None else RotaryPositions(self.rotary_dim, base=base)
         )
         factory: dict[str, Any] = {name: options[name] for name in ("device", "dtype")}
         factory["bias"] = options["qkv_bias"]
         self.q_proj = nn.Linear(embed_dim, num_heads * D, **factory)
         self.k_proj = nn.Linear(embed_dim, self.num_kv_heads * D, **factory)
         self.v_proj = nn.Linear(embed_dim, self.num_kv_heads * self.v_head_dim, **factory)
+
+    @property
+    def rotary_base(self) -> float | None:
+        """Base of the rotary embedding, which is that of `rotary_positions`; None without one."""
+        return None if self.rotary_positions is None else self.rotary_positions.base
 
     def rotation(
         self,
@@ -57,9 +61,10 @@ class SelfProjection(AttentionLayer):
         tables: RotaryPositions | tuple[Tensor, Tensor] | None,
     ) -> RotaryPositions | tuple[Tensor, Tensor] | None:
         """Choose the tables that rotate x; None = no rotation."""
-        if positions is None or self.rotary is None:
-            return self.rotary_positions if tables is None else tables
-        return rotary_tables(positions, self.rotary_dim, base=self.rotary_base, device=x.device)
+        own = self.rotary_positions
+        if positions is None or own is None:
+            return own if tables is None else tables
+        return own.of(positions, x.device)
 
     def queries_keys_values(
         self,

@@ -7,6 +7,8 @@ from naive_layers import exact_and_naive, make_layer, naive_cross
 import fastattn.modules.cross_attention
 from fastattn import CrossGQAttention, GQAttention, swap
 from fastattn.modules.weights import cross_attention_weights, self_attention_weights
+from fastattn.rotary import RotaryPositions
+from fastattn.rotary_scaling import LinearScaling
 from fastattn.testing import assert_within_budget
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,3 +83,13 @@ def test_no_rows_tokens_or_memory(B, T, S, scoring, training):
     if training:
         (y.sum() + z.sum()).backward()
         assert all(p.grad.isfinite().all() for p in cross.parameters() if p.grad is not None)
+
+
+def test_a_layer_has_one_rotation() -> None:
+    """Given positions are rotated as those from 0, and the base of that is fixed."""
+    layer, x = GQAttention(16, 2, rotary="half"), torch.randn(1, 5, 16)
+    with pytest.raises(AttributeError, match="rotary_base"):
+        layer.rotary_base = 5.0
+    layer.rotary_positions = RotaryPositions(8, base=5.0, scaling=LinearScaling(3.0))
+    assert layer.rotary_base == 5.0
+    torch.testing.assert_close(layer(x, positions=torch.arange(5)), layer(x))
