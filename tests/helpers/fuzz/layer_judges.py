@@ -96,9 +96,11 @@ def _check_other_dtypes(
 ) -> None:
     """Padding that is NaN reaches no token, and autocast computes in its dtype."""
     if "poison" in case.traits and not given.real.all():
-        y = layer(x, **given.ours)[given.real]
-        poisoned = x.masked_fill(~given.real[..., None], torch.nan)
-        assert torch.equal(layer(poisoned, **given.ours)[given.real], y), "padding is read"
+        # Where there is NaN, other functions of torch may serve, with other bits.
+        y = layer(x.masked_fill(~given.real[..., None], torch.nan), **given.ours)
+        exact = naive(copy.deepcopy(layer).double(), x.double())
+        plain = worst_naive(exact, lambda: naive(layer, x))
+        assert_within_budget("beside NaN", *(x[given.real] for x in (y, exact, plain)))
     selects = case.kind in ("moba", "nsa")
     if "autocast" not in case.traits or selects or not x.numel():
         return
