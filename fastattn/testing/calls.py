@@ -63,13 +63,17 @@ class Draw:
 def offsets(draw: Draw, total_q: int, total_k: int) -> tuple[Tensor, Tensor]:
     """Offsets [N + 1] of packed queries and keys.
 
-    Some sequences may be empty, and the last rows may be in none. Without any row there is none.
+    Some sequences may be empty, or all but the last of one length, and the last rows in none.
+    Without any row there is no sequence.
     """
     inner, dtype = draw.integer(0, 3), draw.choice(torch.int32, torch.int64)
+    alike = draw.chance(0.3)
 
     def ends(total: int) -> Tensor:
         last = draw.choice(total, total, draw.integer(0, total))
         cuts = sorted(draw.integer(0, last) for _ in range(inner))
+        if alike:
+            cuts = [n * (last // (inner + 1)) for n in range(1, inner + 1)]
         return torch.tensor([0, *cuts, last][: None if total_q + total_k else 1], dtype=dtype)
 
     return ends(total_q), ends(total_k)

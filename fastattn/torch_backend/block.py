@@ -64,7 +64,7 @@ def _each_sequence(results: Results, options: Options, learned: Sequence[str]) -
     fields = [getattr(options, name) for name in learned]
     totals = [torch.zeros_like(formula.wide(x, None)) for x in (q, k, v, *fields)]
     delta = torch.zeros_like(lse)
-    for n, rows, keys, of_sequence in formula.sequences(options, q.shape[0], k.shape[0]):
+    for n, _, rows, keys, of_sequence in formula.sequences(options, q.shape[0], k.shape[0]):
         do_n, q_n, o_n, k_n, v_n = (
             x[part].transpose(0, 1)[None]
             for x, part in ((do, rows), (q, rows), (o, rows), (k, keys), (v, keys))

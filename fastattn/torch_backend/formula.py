@@ -5,7 +5,7 @@ and, in chunks of queries, double backward, also for the kernels. The oracle of 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -74,7 +74,8 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
     (B, H_q, T_q, _), T_k = q.shape, k.shape[2]
     exists = masks.existing_keys(options, T_k, q.device)
     # Queries are scaled, not products, of which there are more.
-    factor = options.scale / (options.softcap or 1)
+    cap = options.softcap
+    factor = options.scale / (cap or 1)
     q, k = wide(q, None) * factor, wide(k, exists)
     products = _of_groups(q, k)
     if options.query2 is not None and options.key2 is not None:
@@ -86,6 +87,7 @@ def scores(q: Tensor, k: Tensor, options: Options, *, first_row: int = 0) -> Ten
         keys = options.relative_keys.to(q.dtype)
         products = products + _relative_products(query, keys, k, options)
     keep = masks.visible(options, B, H_q, T_q, T_k, q.device, first_row=first_row)
+    products = products if cap is None else cap * products.tanh()
     x = _scores(products, q, keep, options, first_row)
     return x if keep is None else torch.where(keep, x, float("-inf"))
 
@@ -105,9 +107,8 @@ def wide(x: Tensor, exists: Tensor | None) -> Tensor:
 def _scores(
     products: Tensor, q: Tensor, keep: Tensor | None, options: Options, first_row: int
 ) -> Tensor:
-    """Scores of visible keys from scaled products [B, H_q, T_q, T_k], of a softcap in its units."""
-    B, H_q, T_q, T_k = products.shape
-    x = products if options.softcap is None else options.softcap * products.tanh()
+    """Scores of visible keys from products [B, H_q, T_q, T_k] that are scaled and capped."""
+    x, (B, H_q, T_q, T_k) = products, products.shape
     if options.biases or options.attn_bias is not None:
         x = x + masks.added_scores(q, T_k, options).bias(options)
     if options.score_mod is not None:
@@ -194,7 +195,7 @@ Attend = Callable[..., Tensor | tuple[Tensor, Tensor]]
 def each_sequence(
     attend: Attend, q: Tensor, k: Tensor, v: Tensor, options: Options, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a packed call as one call of `attend` per sequence, each a batch of one row.
+    """Run a packed call as calls of `attend`, each of the rows of some sequences of equal lengths.
 
     Raises:
         ValueError: as `sequences`, which reads the offsets on the host.
@@ -207,14 +208,17 @@ def each_sequence(
         inputs = (q, k, v, *options.differentiable)
         nothing = torch.stack([0 * x.sum().float() for x in inputs if x is not None]).sum()
         outputs, lses = [outputs[0] + nothing], [lses[0] + nothing]
-    every = [*sequences(options, q.shape[0], k.shape[0])]
-    rows, keys = [x[1] for x in every], [x[2] for x in every]
-    for (n, *_, own), *parts in zip(every, cut(q, rows), cut(k, keys), cut(v, keys), strict=False):
-        one = [x.transpose(0, 1)[None] for x in parts]
-        results = attend(*one, own, return_lse=return_lse, first_row=n)
+    scores = _TOGETHER // max(1, q.shape[1]) if tracing.host_knows(q) else 0
+    every = [*sequences(options, q.shape[0], k.shape[0], scores)]
+    rows, keys = [x[2] for x in every], [x[3] for x in every]
+    parts = zip(cut(q, rows), cut(k, keys), cut(v, keys), strict=True)
+    for (n, count, *_, own), part in zip(every, parts, strict=False):
+        batch = [as_rows(x, count) for x in part]
+        results = attend(*batch, own, return_lse=return_lse, first_row=n)
         if isinstance(results, tuple):
-            lses.append(results[1][0])
-        outputs.append((results[0] if isinstance(results, tuple) else results)[0].transpose(0, 1))
+            lses.append(results[1].transpose(0, 1).flatten(1))
+        o = results[0] if isinstance(results, tuple) else results
+        outputs.append(o.transpose(1, 2).flatten(0, 1))
     o = torch.cat(outputs)
     unowned = q.shape[0] - o.shape[0]
     if unowned:
@@ -223,12 +227,17 @@ def each_sequence(
     return (o, torch.cat(lses, dim=1)) if return_lse else o
 
 
-def sequences(
-    options: Options, total_q: int, total_k: int
-) -> Iterator[tuple[int, slice, slice, Options]]:
-    """Iterate over a packed call's sequences: (number, queries, keys, options).
+# Scores of sequences that are computed together: 4 MiB in fp32.
+_TOGETHER = 2**20
 
-    Reads the offsets on the host.
+
+def sequences(
+    options: Options, total_q: int, total_k: int, scores: int = 0
+) -> Iterator[tuple[int, int, slice, slice, Options]]:
+    """Iterate over a packed call's sequences: (number, count, queries, keys, options).
+
+    Reads the offsets on the host. Sequences of equal lengths that follow one another come together,
+    as many as have so many scores of a head, as the rows of a batch.
 
     Raises:
         ValueError: offsets do not rise from 0, or exceed the total.
@@ -237,11 +246,35 @@ def sequences(
     checks.check_offset_values("cu_seqlens_q", options.cu_seqlens_q, total_q)
     checks.check_offset_values("cu_seqlens_k", options.cu_seqlens_k, total_k)
     starts = {"q": options.cu_seqlens_q.tolist(), "k": options.cu_seqlens_k.tolist()}
-    parts = {of: [slice(*ends) for ends in pairwise(x)] for of, x in starts.items()}
+    runs = [*_runs(starts["q"], starts["k"], scores)]
+    parts = {of: [slice(x[n], x[n + count]) for n, count in runs] for of, x in starts.items()}
     fields = [(name, of, getattr(options, name)) for name, of in LAID_AS.items()]
     laid = {name: cut(x, parts[of]) for name, of, x in fields if x is not None}
-    for n, (rows, keys) in enumerate(zip(parts["q"], parts["k"], strict=True)):
-        yield n, rows, keys, _of_sequence(options, n, rows, keys, laid)
+    for i, (n, count) in enumerate(runs):
+        rows, keys = parts["q"][i], parts["k"][i]
+        own = {name: as_rows(x[i], count) for name, x in laid.items()}
+        yield n, count, rows, keys, _of_sequences(options, n, count, rows, keys, own)
+
+
+def _runs(q_starts: Sequence[int], k_starts: Sequence[int], scores: int) -> Iterator[Sequence[int]]:
+    """(number, count) of sequences that come together; see `sequences`."""
+    lengths = zip(*([b - a for a, b in pairwise(x)] for x in (q_starts, k_starts)), strict=True)
+    if not scores:
+        yield from ((n, 1) for n, _ in enumerate(lengths))
+        return
+    n = 0
+    for (T_q, T_k), alike in groupby(lengths):
+        most, left = max(1, scores // max(1, T_q * T_k)), len([*alike])
+        for first in range(0, left, most):
+            yield n + first, min(most, left - first)
+        n += left
+
+
+def as_rows(x: Tensor, count: int) -> Tensor:
+    """Packed x [count T, H, ...] as [count, H, T, ...]."""
+    if count == 1:
+        return x.transpose(0, 1)[None]
+    return x.unflatten(0, (count, x.shape[0] // count)).transpose(1, 2)
 
 
 def cut(x: Tensor, parts: Sequence[slice]) -> Sequence[Tensor]:
@@ -253,12 +286,13 @@ def cut(x: Tensor, parts: Sequence[slice]) -> Sequence[Tensor]:
 _BY_SEQUENCE = along("B")
 
 
-def _of_sequence(options: Options, n: int, rows: slice, keys: slice, laid: Any) -> Options:
-    """Options of sequence n of a packed call, with its parts of what is laid as q or k."""
-    own: dict[str, Any] = {name: x[n].transpose(0, 1)[None] for name, x in laid.items()}
+def _of_sequences(
+    options: Options, n: int, count: int, rows: slice, keys: slice, own: dict[str, Any]
+) -> Options:
+    """Options of sequences n.. of a packed call, with their own rows of what is laid as q or k."""
     for name, behind in _BY_SEQUENCE.items():
         x = getattr(options, name)
         if x is not None and x.dim() == behind + 1:
-            own[name] = x[n : n + 1]
-    offset = (keys.stop - keys.start) - (rows.stop - rows.start)
+            own[name] = x[n : n + count]
+    offset = ((keys.stop - keys.start) - (rows.stop - rows.start)) // count
     return options._replace(cu_seqlens_q=None, cu_seqlens_k=None, query_offset=offset, **own)

@@ -198,10 +198,10 @@ def parts(
     """
     B, H_q, T_q, _ = q.shape
     whole = slice(0, k.shape[2])
-    sequences = iter([(first_row, slice(0, T_q), whole, options)])
+    sequences = iter([(first_row, 1, slice(0, T_q), whole, options)])
     if options.cu_seqlens_q is not None:
         sequences = formula.sequences(options, T_q, k.shape[2])
-    for n, rows, keys, own in sequences:
+    for n, _, rows, keys, own in sequences:
         size = B * H_q * (keys.stop - keys.start)
         for part, of_part in chunks(own, rows.stop - rows.start, size, limit):
             of_whole = slice(rows.start + part.start, rows.start + part.stop)

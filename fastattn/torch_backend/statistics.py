@@ -84,7 +84,7 @@ def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
     """The largest score of each query, fp32 or wider [B, H_q, T_q], or packed [H_q, total_q]."""
     if options.cu_seqlens_q is not None:
         rows = [q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
-        for n, queries, keys, own in formula.sequences(options, q.shape[0], k.shape[0]):
+        for n, _, queries, keys, own in formula.sequences(options, q.shape[0], k.shape[0]):
             one_q, one_k = (x.transpose(0, 1)[None] for x in (q[queries], k[keys]))
             rows.append(_largest(one_q, one_k, own, n)[0])
         largest = torch.cat(rows, 1)
