@@ -92,13 +92,9 @@ def is_attention(kind: type) -> bool:
     return "attention" in name or "attn" in name
 
 
+@cache
 def looks_up(kind: type) -> bool:
     """Whether a module class takes its attention function from an `AttentionInterface`."""
-    return _looks_up(kind)
-
-
-@cache
-def _looks_up(kind: type) -> bool:
     from transformers import AttentionInterface
 
     return any(
