@@ -20,6 +20,10 @@ def test_a_missing_mask_is_read_where_positions_do_not_count():
     assert o.shape == (1, 2, 2, 8) and weights is None
     one, _ = hf_attention.attention_forward(layer(), q[:, :, :1], k, v, None)
     torch.testing.assert_close(one, o[:, :1])
+    for kept in (hf_attention.attention_mask(1, 1, n, n - 1) for n in (4, 9)):
+        # Caches that are compressed layer by layer share one mask.
+        one, _ = hf_attention.attention_forward(layer(), q[:, :, :1], k, v, kept)
+        torch.testing.assert_close(one, o[:, :1])
     across = type("TextCrossAttention", (torch.nn.Module,), {})()  # as in mllama
     seen, _ = hf_attention.attention_forward(across, q, k, v, None)
     torch.testing.assert_close(seen, o)

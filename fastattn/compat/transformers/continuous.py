@@ -64,9 +64,7 @@ def _accepting(before: Any) -> Any:
         name = requested_attention_implementation
         if config is not None and name is None:
             name = config._attn_implementation
-        if name == NAME:
-            return True
-        return bool(before(config, requested_attention_implementation, **options))
+        return name == NAME or bool(before(config, requested_attention_implementation, **options))
 
     return is_flash_attention_requested
 
@@ -123,15 +121,14 @@ def attend_paged(
     options = {name: x for name, x in options.items() if x is not None}
     options |= {"causal": True, "window": window}
     offsets = (cu_seq_lens_q, kwargs["cu_seq_lens_k"])
-    if kwargs.get("block_table") is None:
+    table = kwargs.get("block_table")
+    if table is None:
         return attention_varlen(q, k, v, *offsets, **options)[None]
     # Pages are [P, S, H_k, D].
     k_pages, v_pages = (kwargs[name].transpose(1, 2) for name in ("k_cache", "v_cache"))
     lengths = offsets[1].diff()
-    view = view_of_tensors(
-        k_pages, v_pages, lengths, block_table=kwargs["block_table"].contiguous()
-    )
-    slots = _slots(offsets[0], lengths, kwargs["block_table"], k_pages.shape[2], q.shape[0])
+    view = view_of_tensors(k_pages, v_pages, lengths, block_table=table.contiguous())
+    slots = _slots(offsets[0], lengths, table, k_pages.shape[2], q.shape[0])
     append_paged(view, k, v, slots)
     return attention_paged(q, view, offsets[0], **options)[None]
 

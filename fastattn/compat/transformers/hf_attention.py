@@ -161,8 +161,7 @@ def attention_forward(
     mask, rule = attention_mask, None
     beside = output_attentions or any(x is not None for x in (cu_seq_lens_q, *chosen))
     if isinstance(mask, LazyMask):
-        fits = mask.extent == (key.shape[0], 1, query.shape[2], key.shape[2])
-        rule = mask.rule() if fits else None
+        rule = mask.rule_for((key.shape[0], 1, query.shape[2], key.shape[2]))
         if rule is not None and rule.mask_mod is not None and (beside or _by_torch(query)):
             rule = None
         mask = mask.entries() if rule is None else None
@@ -299,10 +298,9 @@ def _add_mask(options: dict[str, Any], mask: Tensor) -> None:
     if mask.dtype == torch.bool:
         before = options.get("attn_mask")
         options["attn_mask"] = mask if before is None else before & mask
-    elif options.get("attn_bias") is None:
-        options["attn_bias"] = bounded_bias(mask)
     else:
-        options["attn_bias"] = bounded_bias(options["attn_bias"] + mask)
+        bias = options.get("attn_bias")
+        options["attn_bias"] = bounded_bias(mask if bias is None else bias + mask)
 
 
 def _is_one_step(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
@@ -427,8 +425,7 @@ def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
     """Mask all but the keys of the listed blocks: bool [B, 1 or H_q, T_q, T_k]; -1 = none."""
     blocks = -(-key.shape[2] // size)
     # -1 goes to an extra first column.
-    shape = (*lists.shape[:3], 1 + blocks)
-    mask = key.new_zeros(shape, dtype=torch.bool)
+    mask = key.new_zeros((*lists.shape[:3], 1 + blocks), dtype=torch.bool)
     mask = mask.scatter(-1, lists.long().clamp(min=-1) + 1, True)[..., 1:]
     mask = mask.repeat_interleave(size, -1)[..., : key.shape[2]]
     H_s = lists.shape[1]
@@ -438,9 +435,8 @@ def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
 @cache
 def _check_version(version: str) -> None:
     """Warn, once in a process, about an untested version."""
-    first, last = _TESTED
     installed = tuple(int(part) for part in version.split(".")[:2])
-    if not first <= installed <= last:
+    if not _TESTED[0] <= installed <= _TESTED[1]:
         shown = [".".join(map(str, bound)) for bound in _TESTED]
         warnings.warn(
             f"transformers {version} is outside the versions that fastattn was tested with, "

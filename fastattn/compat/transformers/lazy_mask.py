@@ -91,15 +91,15 @@ class LazyMask(Tensor):
 
     _rule: Rule
     _entries: Callable[[], Tensor]
-    _made: Tensor | None
-    _version_made: int
-    _hides: bool | None
+    _made: Tensor | None = None
+    _version_made: int = 0
+    _hides: bool | None = None
     # `shape` without __torch_function__.
     extent: tuple[int, ...]
     # The last position_ids, and the rule with the sequences that they show.
-    separated: tuple[Tensor, Rule] | None
+    separated: tuple[Tensor, Rule] | None = None
     # Columns of the mask [B, T] that it was made from; 0: there was none.
-    columns: int
+    columns: int = 0
 
     @staticmethod
     def __new__(
@@ -111,8 +111,7 @@ class LazyMask(Tensor):
     ) -> "LazyMask":
         on = torch.device(device)
         mask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=on)
-        mask._rule, mask._entries, mask._made, mask._version_made = rule, entries, None, 0
-        mask._hides, mask.extent, mask.separated, mask.columns = None, shape, None, 0
+        mask._rule, mask._entries, mask.extent = rule, entries, shape
         return mask
 
     def rule(self) -> Rule | None:
@@ -120,6 +119,18 @@ class LazyMask(Tensor):
         if self._made is not None and self._made._version != self._version_made:
             return None
         return self._rule
+
+    def rule_for(self, extent: tuple[int, ...]) -> Rule | None:
+        """The rule of a layer with this shape of scores, [B, 1, T_q, T_k]; None if it has none.
+
+        Where a layer's cache keeps another number of keys, a single causal query sees all of them.
+        """
+        rule = self.rule()
+        if rule is not None and extent != self.extent:
+            last = Rule(causal=True, query_offset=self.extent[3] - 1)
+            plain = not self.has_padding() and rule._replace(padding=None) == last
+            rule = last._replace(query_offset=extent[3] - 1) if plain and extent[2] == 1 else None
+        return rule
 
     def has_padding(self) -> bool:
         """Whether the padding of the rule hides a key. Waits for the device, the first time."""

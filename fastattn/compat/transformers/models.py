@@ -71,8 +71,7 @@ def restorer(model: nn.Module, name: str) -> Callable[[], None]:
     """
     before: dict[int, tuple[Any, str | None]] = {}
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    while configs:
-        config = configs.pop()
+    for config in configs:
         if id(config) not in before and hasattr(config, "_attn_implementation_internal"):
             before[id(config)] = (config, config._attn_implementation_internal)
             configs += [getattr(config, name, None) for name in config.sub_configs]
@@ -123,13 +122,10 @@ def _functions(kind: type) -> Iterator[FunctionType]:
 
 def _named(function: FunctionType) -> set[str]:
     """Globals and attributes named by a function and its inner functions."""
-    names: set[str] = set()
     codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
+    for code in codes:
         codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-    return names
+    return {name for code in codes for name in code.co_names}
 
 
 @torch.compiler.assume_constant_result
