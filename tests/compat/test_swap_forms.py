@@ -65,6 +65,43 @@ def test_forms_of_the_formula(swap, form):
     assert sum(event.name == "aten::_softmax" for event in profile.events()) == 1
 
 
+class HeadsInTheBatch(torch.nn.Module):
+    """Attention [T, B, 16] that asks its scores for their sizes, as torchaudio's Emformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        T, B = x.size(0), x.size(1)
+        parts = (y.contiguous() for y in self.qkv(x).chunk(3, dim=2))
+        q, k, v = (y.view(-1, B * 4, 4).transpose(0, 1) for y in parts)
+        scores = torch.bmm(q, k.transpose(1, 2))
+        if hidden is not None:
+            scores = scores.view(scores.size(0) // 4, 4, T, -1)
+            scores = scores.masked_fill(hidden[:, None, None], -1e8).view(B * 4, T, -1)
+        return torch.bmm(scores.softmax(-1), v).transpose(0, 1).reshape(T, B, 16)
+
+
+class Padded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = HeadsInTheBatch()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.arange(len(x)).expand(x.shape[1], -1) > len(x) - 2
+        return self.inner(x, None if len(hidden) == 1 else hidden)
+
+
+def test_scores_that_are_asked_for_their_sizes(swap):
+    model = Padded()
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    for T, B in ((6, 2), (5, 1), (9, 2)):
+        assert_equal(model, plain, torch.randn(T, B, 16))
+    assert (done.calls["inner"].served, done.calls["inner"].passed) == (3, 0), str(done)
+
+
 @pytest.mark.parametrize("turn", range(4))
 def test_drawn_forms(swap, turn):
     for seed in range(FIRST + 20 * turn, FIRST + 20 * (turn + 1)):

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from .effects import FRESH, is_changed, is_in_place, name_of, why_not_moved
 from .fused import fused
-from .nodes import OPERANDS, Unmatched, alike, argument, bare, operation, permuted, value
+from .nodes import OPERANDS, Unmatched, alike, argument, bare, operation, permuted, rank_of, value
 from .scores import Match, product_of_scores
 from .weights import product_of_weights, values
 
@@ -46,7 +46,7 @@ def rewrite(module: fx.GraphModule) -> tuple[int, list[tuple[fx.Node, str]]]:
 
 
 def _in_one_form(graph: fx.Graph) -> None:
-    """Give operands their places, and scores no use that asks for their dtype alone."""
+    """Give operands their places, and scores no use that asks for their dtype or size alone."""
     for node in [x for x in graph.nodes if x.op in ("call_function", "call_method")]:
         name = operation(node, placed=False)
         names = OPERANDS.get(name, ("input",) if name else ())
@@ -58,8 +58,7 @@ def _in_one_form(graph: fx.Graph) -> None:
         name, other = str(node.target), node.args[1] if len(node.args) > 1 else None
         like = other.meta.get("example_value") if isinstance(other, fx.Node) else None
         if node.op == "call_method" and name in ("type_as", "to") and isinstance(like, Tensor):
-            node.target, rest = "to", node.args[2:]
-            node.args = (node.args[0], like.device, like.dtype, *rest)
+            node.target, node.args = "to", (node.args[0], like.device, like.dtype, *node.args[2:])
         elif node.op == "call_method" and name == "where" and len(node.args) == 3:
             node.op, node.target = "call_function", torch.where
             node.args = (node.args[1], node.args[0], node.args[2])
@@ -67,6 +66,10 @@ def _in_one_form(graph: fx.Graph) -> None:
             like = value(node.args[0])
             node.op, node.target, node.args = "call_function", _NEW[name], node.args[1:]
             node.kwargs = {"dtype": like.dtype, "device": like.device, **node.kwargs}
+        elif name == "size" and len(node.args) == 2 and operation(x := node.args[0]) == "matmul":
+            operand = x.args[(node.args[1] + 1) % rank_of(x) == 0]
+            if value(operand).shape[:-2] == value(x).shape[:-2]:
+                node.args = (operand, node.args[1])
 
 
 def _without_in_place(graph: fx.Graph) -> None:

@@ -104,18 +104,15 @@ def order_of(node: fx.Node) -> list[int] | None:
     name: Any = node.args[1] if node.target is getattr else operation(node)
     rank = value(node).dim()
     order = list(range(rank))
-    if name in ("mT", "T") and rank > 1:
-        return order[::-1] if name == "T" else [*order[:-2], rank - 1, rank - 2]
-    if name == "t" and rank == 2:
-        return [1, 0]
-    if name in _SWAPS and len(node.args) == 3:
-        pair: Any = node.args[1:]
-        a, b = (x % rank for x in pair)
+    if name in ("mT", "T", "t") and rank > 1:
+        return [*order[:-2], rank - 1, rank - 2] if name == "mT" else order[::-1]
+    dims: Any = node.args[1:]
+    if name in _SWAPS and len(dims) == 2:
+        a, b = (x % rank for x in dims)
         order[a], order[b] = b, a
         return order
     if name == "permute":
-        dims: Any = node.args[1] if len(node.args) == 2 else node.args[1:]
-        return [x % rank for x in dims]
+        return [x % rank for x in (dims[0] if len(dims) == 1 else dims)]
     return None
 
 
