@@ -27,7 +27,7 @@ from fastattn.testing.calls import CALLS, Made
 from fastattn.testing.compare import DIFFERENTIABLE, assert_all_near, learned_names
 from fastattn.testing.inputs import nan_filled_empty
 from fastattn.testing.verify.scoring import assert_statistics, statistics_oracle
-from fastattn.torch_backend import additive, dropout, statistics, torch_attention
+from fastattn.torch_backend import additive, dropout, formula, statistics, torch_attention
 from fastattn.torch_backend.selected import selected_formula as selected
 
 from . import caches, histories, mods
@@ -67,15 +67,15 @@ def _setting(case: Case) -> Iterator[None]:
             stack.enter_context(grid_of(case.random("grid").choice(1, 3, 132)))
         if "chunks" in case.traits:
             limit = case.random("chunks").integer(1, 4) * case.B * case.H_q * case.T_k
-            chunks = [(statistics, "_SCORES"), (additive, "_HIDDEN"), (selected, "_AT_ONCE")]
-            stack.enter_context(mock.patch.object(dropout, "_AT_ONCE", limit // 8))
+            of_all = [(statistics, "_SCORES"), (additive, "_HIDDEN"), (selected, "_AT_ONCE")]
+            sizes: dict[Any, int] = {(dropout, "_AT_ONCE"): limit // 8}
+            sizes[formula, "_TOGETHER"] = limit * case.T_q // 8
             if "dropout" not in case.options or "dropout_seed" in case.options:
                 # The oracle knows what torch draws at once.
-                chunks += [(torch_attention, x) for x in ("_MOST", "_AT_ONCE", "_WITH_TANGENTS")]
-                few = mock.patch.object(torch_attention, "_QUERIES", 1 + limit % 3)
-                stack.enter_context(few)
-            for module, name in chunks:
-                stack.enter_context(mock.patch.object(module, name, limit))
+                of_all += [(torch_attention, x) for x in ("_MOST", "_AT_ONCE", "_WITH_TANGENTS")]
+                sizes[torch_attention, "_QUERIES"] = 1 + limit % 3
+            for (module, name), size in (sizes | dict.fromkeys(of_all, limit)).items():
+                stack.enter_context(mock.patch.object(module, name, size))
             call_memo.forget()
             stack.callback(call_memo.forget)
         if case.backend == "triton":
