@@ -274,7 +274,7 @@ def as_rows(x: Tensor, count: int) -> Tensor:
     """Packed x [count T, H, ...] as [count, H, T, ...]."""
     if count == 1:
         return x.transpose(0, 1)[None]
-    return x.unflatten(0, (count, x.shape[0] // count)).transpose(1, 2)
+    return torch.unflatten(x, 0, (count, x.shape[0] // count)).transpose(1, 2)
 
 
 def cut(x: Tensor, parts: Sequence[slice]) -> Sequence[Tensor]:

@@ -367,7 +367,7 @@ def test_what_is_compiled_takes_findings_for_constants(plant: Plant, device: str
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, causal=True) + attention(q, k, v, causal=True, softcap=9.0)
 
-    for T in (5, 9, 200, 1000):
+    for T in (5, 9, 200, 700):
         q, k, v = inputs(device, T=T, requires_grad=False)
         expected = attention(q, k, v, causal=True, backend="torch")
         expected = expected + attention(q, k, v, causal=True, softcap=9.0, backend="torch")
