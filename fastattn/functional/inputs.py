@@ -13,8 +13,7 @@ from ..options import LEARNED, LIKE_Q, Options
 def kernel_rows(x: Tensor) -> Tensor:
     """x with contiguous rows, zero-padded to a multiple of 16 bytes."""
     surplus = -x.shape[-1] % (16 // x.element_size())
-    if surplus:
-        return F.pad(x, (0, surplus))
+    x = F.pad(x, (0, surplus)) if surplus else x  # which keeps torch's channels_last
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,5 +1,7 @@
 """Attention of few queries to many keys, which splits the keys among programs."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from fastattn.kernels.hopper import host
 from fastattn.kernels.launch import decode_splits, tiles
 from fastattn.kernels.launch.tiles import TileConfig
 from fastattn.options import Options
-from fastattn.testing import make_qkv
+from fastattn.testing import assert_matches_reference, make_qkv
 from fastattn.testing.inputs import to_device
 from fastattn.testing.option_examples import option_examples
 
@@ -31,6 +33,13 @@ def test_which_options_split_keys(name: str, few_keys: None, device: str) -> Non
     q, k, v = make_qkv(2, H_Q, H_K, T_Q, T_K, D, device=device)
     choice = fastattn.explain(q, k, v, **to_device(EXAMPLES[name], device))
     assert choice.split_keys == (name not in WITHOUT_KERNEL)
+
+
+def test_rows_of_a_padded_width_are_contiguous(few_keys: None, device: str) -> None:
+    """torch's padding keeps the memory format of channels_last."""
+    q, k, v = make_qkv(2, H_Q, H_K, T_Q, T_K, 6, device=device)
+    q = q.detach().contiguous(memory_format=torch.channels_last)
+    assert_matches_reference(partial(fastattn.attention, backend="triton"), q, k, v)
 
 
 def test_which_calls_split_their_keys(device: str) -> None:
