@@ -66,7 +66,7 @@ def _each_sequence(results: Results, options: Options, learned: Sequence[str]) -
     delta = torch.zeros_like(lse)
     for n, _, rows, keys, of_sequence in formula.sequences(options, q.shape[0], k.shape[0]):
         do_n, q_n, o_n, k_n, v_n = (
-            x[part].transpose(0, 1)[None]
+            formula.as_rows(x[part])
             for x, part in ((do, rows), (q, rows), (o, rows), (k, keys), (v, keys))
         )
         dlse_n = None if dlse is None else dlse[None, :, rows]

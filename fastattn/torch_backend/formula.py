@@ -270,10 +270,8 @@ def _runs(q_starts: Sequence[int], k_starts: Sequence[int], scores: int) -> Iter
         n += left
 
 
-def as_rows(x: Tensor, count: int) -> Tensor:
+def as_rows(x: Tensor, count: int = 1) -> Tensor:
     """Packed x [count T, H, ...] as [count, H, T, ...]."""
-    if count == 1:
-        return x.transpose(0, 1)[None]
     return torch.unflatten(x, 0, (count, x.shape[0] // count)).transpose(1, 2)
 
 

@@ -85,7 +85,7 @@ def largest_scores(q: Tensor, k: Tensor, options: Options) -> Tensor:
     if options.cu_seqlens_q is not None:
         rows = [q.new_empty(q.shape[1], 0, dtype=torch.promote_types(q.dtype, torch.float32))]
         for n, _, queries, keys, own in formula.sequences(options, q.shape[0], k.shape[0]):
-            one_q, one_k = (x.transpose(0, 1)[None] for x in (q[queries], k[keys]))
+            one_q, one_k = (formula.as_rows(x) for x in (q[queries], k[keys]))
             rows.append(_largest(one_q, one_k, own, n)[0])
         largest = torch.cat(rows, 1)
         unowned = q.shape[0] - largest.shape[1]

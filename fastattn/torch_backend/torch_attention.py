@@ -179,12 +179,18 @@ def _in_chunks(
 
 
 def _by_formula(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, step: int = 0, **how: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    *,
+    step: int = 0,
+    first_query: int = 0,
+    **how: Any,
 ) -> Results:
     if 0 < step < q.shape[2] and not _records(q, k, v, options):
-        del how["first_query"]
         return _in_chunks(q, k, v, options, step=step, by_formula=True, **how)
-    results = formula.attention(q, k, v, options, **how)
+    results = formula.attention(q, k, v, options, first_query=first_query, **how)
     if not isinstance(results, tuple) or options.fp32_results:
         return results
     return results[0], results[1].float()
