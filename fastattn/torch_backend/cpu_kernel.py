@@ -22,6 +22,13 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 WIDEST_VECTOR = 64
 
 
+def fills_rows(o: Tensor) -> bool:
+    """Whether no row of o, which is not empty, is 0: none was taken for one without keys."""
+    # NaN is not above 0: values with NaN show it in a row that is otherwise 0.
+    first = (o.detach() if o.requires_grad else o).select(-1, 0)
+    return bool(torch.linalg.vector_norm(first, -inf).item() > 0)
+
+
 # Most queries times keys of calls whose gradients take less time in fp32 than in bf16, with torch
 # 2.13 on a CPU with AVX-512.
 _SHORT = 2**14

@@ -34,6 +34,8 @@ def test_torch_s_kernel_has_nan_of_few_keys(dtype, T_q, T_k, device):
         o = attention(q, k, v, key_lengths=lengths, backend="torch", **how)
         o = o[0] if how else o
         assert o[0, 1].isnan().all() and not o[1].any()
+    v[:, :, -1, 0] = math.nan  # in one column of rows that else are 0
+    assert attention(q, k, v, backend="torch")[q.isnan().any(-1)].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
