@@ -111,5 +111,7 @@ def _gradients(case: Case, of: Function, tensors: Tensors) -> tuple[Tensor, ...]
     loss = sum((_like(case, str(n), x) * x.square()).sum() for n, x in enumerate(finite))
     draw = case.random("twice")
     of_tensors = [tensors[x] for x in (draw.choice(*rows), draw.choice(*wanted))]
-    grads: tuple[Tensor, ...] = torch.autograd.grad(loss, of_tensors, create_graph=True)
+    # torch's function leaves the mask of no queries out of its graph.
+    how: dict[str, Any] = {"create_graph": True, "materialize_grads": True}
+    grads: tuple[Tensor, ...] = torch.autograd.grad(loss, of_tensors, **how)
     return grads
