@@ -89,13 +89,14 @@ def _add_block(state, n_first, valid, keep, tile, operands, score, const: tl.con
     v = load_block(values, n_first, valid, const.BLOCK_N, const.BLOCK_DV, const.D_V)
     further = further_keys(tile, tile.first, n_first, valid, tile.h, score, const)
     dx, before, _ = score_gradient(rows, k, v, further, None, n_first, keep, tile, score, const)
-    if keep is not None:
-        dx = tl.where(keep, dx, 0.0)
     k_pos = (n_first + tl.arange(0, const.BLOCK_N))[None, :]
     where = indices(tile.rows[:, None], k_pos, tile.h, tile.row, score)
     loads = score.mod_grad(dx, before, *where, *score.tensors)
     for n in tl.static_range(len(sums)):
-        _accumulate(sums[n], scales[n], loads[2 * n], loads[2 * n + 1])
+        dload = loads[2 * n + 1]
+        if keep is not None:  # of a hidden bias, which may be NaN, after the products with it
+            dload = tl.where(keep, dload, 0.0)
+        _accumulate(sums[n], scales[n], loads[2 * n], dload)
     return state
 
 

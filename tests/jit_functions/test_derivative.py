@@ -150,7 +150,7 @@ def sloped(x, b, h, q_pos, k_pos, slopes):
 
 @triton.jit
 def tempered(x, b, h, q_pos, k_pos, heat):
-    return x / (0.5 + tl.load(heat + h) * tl.load(heat + h))
+    return x * (0.5 + tl.load(heat + h) * tl.load(heat + h))
 
 
 @triton.jit
@@ -164,7 +164,7 @@ APART = torch.arange(T_q)[:, None] + T_k - T_q - torch.arange(T_k)
 LEARNED: dict[str, tuple[Any, tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
     "FoX": (forgetting, (B, H, T_k), lambda x, c: x + c[:, :, T_k - T_q :, None] - c[:, :, None]),
     "ALiBi": (sloped, (H,), lambda x, s: x - s.exp()[:, None, None] * APART.abs().to(x)),
-    "temperature": (tempered, (H,), lambda x, t: x / (0.5 + t[:, None, None].square())),
+    "temperature": (tempered, (H,), lambda x, t: x * (0.5 + t[:, None, None].square())),
     "T5": (
         bucketed,
         (H, 8),
@@ -185,7 +185,7 @@ def not_differentiable(*_: Any) -> None:
 def test_tensors_that_learn(
     way: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients of o and lse are autograd's of the dense formula, beside dropout.
+    """Gradients of o and lse are autograd's of the dense formula, beside dropout and hidden NaN.
 
     By exact sums, by atomics, and by the formula in chunks of 4 queries if no derivative is known.
     """
@@ -208,7 +208,9 @@ def test_tensors_that_learn(
 
     q, k, v = make_qkv(B, H, H_k, T_q, T_k, D, device=device)
     learned = draw(*shape).to(device).requires_grad_()
-    how = to_device({"dropout": 0.3, "dropout_seed": seed, "causal": True}, device)
+    hidden = torch.zeros(T_q, T_k).masked_fill(APART < 0, math.nan)
+    how: dict[str, Any] = {"dropout": 0.3, "dropout_seed": seed, "causal": True}
+    how = to_device(how | {"attn_bias": hidden}, device)
     how |= {"backend": "torch" if way == "torch" else "triton", "deterministic": way != "atomics"}
     how |= {"score_mod": mod, "mod_tensors": (learned,), "return_lse": True}
     results, grads = fastattn.attention(q, k, v, **how), [x.to(device) for x in directions]
