@@ -36,6 +36,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from fastattn import dispatch
+
 pytestmark = pytest.mark.usefixtures("one_thread", "served", "no_graphs_before")
 
 STATS = torch._dynamo.utils.counters["stats"]
@@ -121,8 +123,18 @@ class Filled(Block):
 LOWEST = torch.finfo(torch.float32).min
 
 
-@pytest.mark.parametrize("values", [(LOWEST, LOWEST), (-torch.inf, LOWEST), (LOWEST, -torch.inf)])
-def test_rows_that_numbers_hide(swap, values):
+@pytest.mark.parametrize(
+    ("values", "backend"),
+    [
+        ((LOWEST, LOWEST), "auto"),
+        ((-torch.inf, LOWEST), "auto"),
+        ((LOWEST, -torch.inf), "auto"),
+        ((LOWEST, -torch.inf), "torch"),
+    ],
+)
+def test_rows_that_numbers_hide(swap, monkeypatch, values, backend):
+    """Also where gradients are computed from the lse, which such numbers fill."""
+    monkeypatch.setenv(dispatch.ENVIRONMENT, backend)
     model = Filled(values=values)
     plain = copy.deepcopy(model)
     done = swap(model, eager=True)

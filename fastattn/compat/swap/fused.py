@@ -31,30 +31,29 @@ def fused(
     """
     running.fused = True
     common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    batch = _broadcast(q, k)
-    shape, outer = (*batch, q.shape[-2], k.shape[-1]), v.shape[:-2]
+    shape, outer = (*_broadcast(q, k), q.shape[-2], k.shape[-1]), v.shape[:-2]
     for factor in factors:
         q = q * factor
     if viewed:
-        v = v.reshape(*batch, *v.shape[-2:])
+        v = v.reshape(*shape[:-2], *v.shape[-2:])
     batch = _broadcast(q, k, v)
-    q = q.expand(*batch, *q.shape[-2:])
     if dropout >= 1:  # a dynamic number
         o = F.dropout(q @ k @ v, 1.0)
     else:
         mask, bias, filled = _masks(terms, shape)
         if filled is not None:
             # A fully masked row depends on no score and gives no score a gradient.
-            hidden = filled | (bias == -math.inf)
-            hidden = hidden if mask is None else hidden | ~mask
-            q = q.masked_fill(hidden.all(-1, keepdim=True), 0)
+            shown = bias if mask is None else torch.where(mask, bias, -math.inf)
+            blind = (filled | (shown == -math.inf)).all(-1, keepdim=True)
+            q = q.masked_fill(blind, 0)
+            if further is None:  # the lse of numbers as low as these does not count keys
+                largest = shown.detach().amax(-1, keepdim=True).clamp(min=LOWEST_BIAS)
+                bias = bias - torch.where(blind, largest, 0.0)
         heads = _heads(batch, k.shape[:-2], v.shape[:-2])
         k = _in_four_dims(k.mT, (*batch[:-1], *heads))
         v = _in_four_dims(v, (*batch[:-1], *heads))
-        options: dict[str, Any] = {
-            "attn_mask": None if mask is None else _mask_in_four_dims(mask, batch),
-            "attn_bias": None if bias is None else bounded_bias(_mask_in_four_dims(bias, batch)),
-        }
+        mask, bias = (_mask_in_four_dims(x, batch) for x in (mask, bias))
+        options: dict[str, Any] = {"attn_mask": mask, "attn_bias": bias}
         options |= {"scale": scale, "dropout": dropout}
         q, k, v = _in_four_dims(q, batch).to(common), k.to(common), v.to(common)
         if further is None:
@@ -85,8 +84,9 @@ def _in_four_dims(x: Tensor, batch: Any) -> Tensor:
     return x.flatten(0, -4) if len(batch) > 2 else x[(None,) * (2 - len(batch))]
 
 
-def _mask_in_four_dims(x: Tensor, batch: Any) -> Tensor:
-    return x if len(batch) < 3 or x.dim() < 4 else _in_four_dims(x, (*batch[:-1], x.shape[-3]))
+def _mask_in_four_dims(x: Tensor | None, batch: Any) -> Tensor | None:
+    short = x is None or len(batch) < 3 or x.dim() < 4
+    return x if short else _in_four_dims(x, (*batch[:-1], x.shape[-3]))
 
 
 def _masks(
@@ -99,7 +99,7 @@ def _masks(
         x = x if x.dim() >= 2 else x.reshape(1, -1)
         if x.dtype != torch.bool:
             x = bounded_bias(x if number == 1 else x * number)
-            bias = x if bias is None else bias + x
+            bias = x if bias is None else bounded_bias(bias + x)
         elif number == -math.inf:
             mask = ~x if mask is None else mask & ~x
         else:
