@@ -41,7 +41,7 @@ def fused(
         o = F.dropout(q @ k @ v, 1.0)
     else:
         mask, bias, filled = _masks(terms, shape)
-        if filled is not None:
+        if filled is not None and bias is not None:
             # A fully masked row depends on no score and gives no score a gradient.
             shown = bias if mask is None else torch.where(mask, bias, -math.inf)
             blind = (filled | (shown == -math.inf)).all(-1, keepdim=True)
@@ -50,8 +50,7 @@ def fused(
                 largest = shown.detach().amax(-1, keepdim=True).clamp(min=LOWEST_BIAS)
                 bias = bias - torch.where(blind, largest, 0.0)
         heads = _heads(batch, k.shape[:-2], v.shape[:-2])
-        k = _in_four_dims(k.mT, (*batch[:-1], *heads))
-        v = _in_four_dims(v, (*batch[:-1], *heads))
+        k, v = (_in_four_dims(x, (*batch[:-1], *heads)) for x in (k.mT, v))
         mask, bias = (_mask_in_four_dims(x, batch) for x in (mask, bias))
         options: dict[str, Any] = {"attn_mask": mask, "attn_bias": bias}
         options |= {"scale": scale, "dropout": dropout}
@@ -85,8 +84,9 @@ def _in_four_dims(x: Tensor, batch: Any) -> Tensor:
 
 
 def _mask_in_four_dims(x: Tensor | None, batch: Any) -> Tensor | None:
-    short = x is None or len(batch) < 3 or x.dim() < 4
-    return x if short else _in_four_dims(x, (*batch[:-1], x.shape[-3]))
+    if x is None or len(batch) < 3 or x.dim() < 4:
+        return x
+    return _in_four_dims(x, (*batch[:-1], x.shape[-3]))
 
 
 def _masks(
