@@ -111,8 +111,9 @@ def attention(
         key2: [B, H_k2, T_k, D2], differentiable: keys of the second product, with H_k2 heads, a
             divisor of H_k, which the kernels do not expand (such as shared rotary keys in
             multi-head latent attention). The kernels do not serve it with relative_keys.
-        attn_bias: float, broadcasting as attn_mask, differentiable. -inf hides a key; in the
-            kernels, so do values below -2.3e38, such as torch.finfo(torch.float32).min.
+        attn_bias: float, broadcasting as attn_mask, differentiable. -inf hides a key, unless
+            score_mod, which comes after it, makes another number of it; in the kernels, so do
+            values below -2.3e38, such as torch.finfo(torch.float32).min.
         score_mod: function score_mod(x, b, h, q_pos, k_pos) -> score, likewise, or @triton.jit with
             mod_tensors. The tensors that it reads are differentiable, once, in fp32: by a kernel,
             or by torch in chunks of queries if no derivative of score_mod is known.
