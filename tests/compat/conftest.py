@@ -60,8 +60,10 @@ def swap(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 @pytest.fixture
 def no_graphs_before() -> Any:
-    """Compile anew, and see that torch has its own function again."""
-    own = F.scaled_dot_product_attention
+    """Compile anew, and see that torch has its own function and settings again."""
+    own, config = F.scaled_dot_product_attention, torch._dynamo.config
+    settings = config.get_config_copy()  # type: ignore[attr-defined]
     torch._dynamo.reset()
     yield
     assert F.scaled_dot_product_attention is own, "a swap was not undone"
+    assert config.get_config_copy() == settings  # type: ignore[attr-defined]

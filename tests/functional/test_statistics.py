@@ -171,7 +171,7 @@ def test_the_largest_score_of_packed_sequences_is_traced(device: str) -> None:
 def test_a_cache_stands_for_its_keys(backend: str, device: str) -> None:
     """The newest queries over rows of one length or several, in place or in pages, and of codes."""
     q, k = make(device=device)
-    q = q[:, :, -5:]
+    q, bias = q[:, :, -5:], draw(H_q, 5, T_k + 9).to(device)
     for lengths in ([T_k, T_k], [T_k, 9]):
         cache = fastattn.KVCache(B, H_k, T_k + 9, D, device=device)
         pool = fastattn.PagedKVCache(40, 4, H_k, D, device=device)
@@ -181,11 +181,12 @@ def test_a_cache_stands_for_its_keys(backend: str, device: str) -> None:
             cache.append(k, k, torch.tensor(lengths, device=device))
         pool.append([pool.allocate() for _ in range(B)], k, k, lengths)
         for given in (cache, pool):
-            actual = fastattn.attention_statistics(q, given, top=3, softcap=2.0, backend=backend)
+            how = {"top": 3, "softcap": 2.0, "backend": backend}
+            actual = fastattn.attention_statistics(q, given, attn_bias=bias, **how)
             for b, n in enumerate(lengths):
                 row = (q[b : b + 1], k[b : b + 1, :, :n])
-                how = {"causal": True, "softcap": 2.0, "backend": backend}
-                expected = fastattn.attention_statistics(*row, top=3, **how)
+                how |= {"causal": True, "attn_bias": bias[..., :n]}
+                expected = fastattn.attention_statistics(*row, **how)
                 for name, x, y in zip(actual._fields, actual, expected, strict=True):
                     x = x[b, :, :n] if name == "received" else x[b]
                     torch.testing.assert_close(x, y[0])

@@ -352,7 +352,8 @@ class SelfMade(nn.Module):
             scores = scores - scores.amax(-2, keepdim=True)
         if self.kind == "softcap":
             scores = 2 * torch.tanh(scores / 2)
-        ahead = torch.ones(x.shape[1], x.shape[1]).triu(1) > 0
+        numbers = torch.ones(x.shape[1], x.shape[1]).triu(1)
+        ahead = numbers > 0
         if self.kind in ("fill", "other-mask"):
             scores = scores.masked_fill(ahead, -1e4 if self.kind == "fill" else -math.inf)
         if self.kind == "asserts":
@@ -378,7 +379,7 @@ class SelfMade(nn.Module):
         if self.kind == "blind":
             weights = weights.nan_to_num(nan=1.0)
         if self.kind == "other-mask":
-            weights = weights.masked_fill(ahead.roll(1, 0), 0)
+            weights = weights.masked_fill(numbers <= 0, 0)
         if self.kind == "vector":
             return (x @ x[0, 0]).softmax(-1) @ x[0]
         if self.kind == "values":

@@ -154,9 +154,9 @@ def test_packed_queries_count_what_their_rows_hold(device: str) -> None:
 
 def decoding(cache: Any, device: str, **options: Any) -> int:
     """Pairs of a query and a key that decoding was counted to multiply."""
-    q = torch.randn(B, H_Q, 1, D, device=device)
+    q = torch.randn(B, H_Q, 2, D, device=device)
     actual = counted(fastattn.decode_attention, q, cache, backend="triton", **options)
-    pairs, rest = divmod(actual, 2 * H_Q * (D + D_V))
+    pairs, rest = divmod(actual, 2 * H_Q * 2 * (D + D_V))
     assert rest == 0
     return pairs
 
@@ -172,7 +172,7 @@ def test_decoding_counts_what_rows_hold(device: str) -> None:
     assert decoding(rows._replace(batch_index=second), device) == 14
     pages = fastattn.view_of_tensors(k, v, lengths + 6, block_table=table)
     assert decoding(pages, device) == 22
-    ring = fastattn.KVCache(B, H_K, 5, D, value_dim=D_V, window=5, device=device)
+    ring = fastattn.KVCache(B, H_K, 6, D, value_dim=D_V, window=5, device=device)
     for _ in range(7):
         ring.append(*(torch.randn(B, H_K, 1, width, device=device) for width in (D, D_V)))
     room = ring.view().k.shape[2]
