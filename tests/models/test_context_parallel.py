@@ -57,6 +57,8 @@ PREFIX = torch.ones(T, T).tril().index_fill(1, torch.arange(7), 1.0)
 
 
 LAYER: dict[str, Any] = {"embed_dim": 32, "num_heads": 4, "num_kv_heads": 2, "rotary": "half"}
+IDS = dict.fromkeys(("bos_token_id", "eos_token_id"), 1)
+LEARNED = {"vocab_size": 61, "n_positions": T, "n_embd": 32, "n_layer": 2, "n_head": 4, **IDS}
 LATENT = {"embed_dim": 32, "num_heads": 4, "kv_latent_dim": 8, "nope_dim": 8, "rope_dim": 4}
 
 
@@ -184,8 +186,8 @@ CASES = {
     "gpt-oss-sinks, as wrappers call": Case(
         lambda: decoder("gpt-oss-sinks"), "ulysses", called=lambda model: model.forward
     ),
-    "llama-gqa prefix": Case(
-        lambda: decoder("llama-gqa"), "ring",
+    "starcoder prefix": Case(  # whose table of positions ends with the text, before padding
+        lambda: build(tr.AutoModelForCausalLM, tr.GPTBigCodeConfig(**LEARNED), "cpu"), "ring",
         {"attention_mask": ((1 - PREFIX[None, None]) * -1e9, 2)},
     ),
 }  # fmt: skip
