@@ -95,6 +95,7 @@ def test_calls_have_the_waves_that_they_stand_for(waves):
                 assert shape.H_q > 0.5 * multiprocessors and waves != "many"
                 continue
             (case,) = actual.cases
+            assert (case.H_q, case.H_k) == (shape.H_q, shape.H_k)
             count = case.B * case.H_q * -(-case.T_q // 128) / multiprocessors
             least, limit = {"few": (0, 1), "some": (1, 4), "many": (4, 1000)}[waves]
             assert least <= count < limit
