@@ -67,9 +67,9 @@ def test_bert():
 
 
 def test_llama():
-    config = tr.LlamaConfig(**THEIRS, num_key_value_heads=2, rms_norm_eps=1e-5)
+    config = tr.LlamaConfig(**THEIRS, num_key_value_heads=2, rms_norm_eps=0.1)
     theirs = randomised(tr.LlamaForCausalLM(config))
-    sizes = {**SHARED, "num_kv_heads": 2}
+    sizes = {**SHARED, "num_kv_heads": 2, "norm_eps": 0.1}
     ours = randomised(GPT(GPTConfig.preset("tinyllama", vocab_size=V, context_length=12, **sizes)))
     put(ours.token_embedding, theirs.model.embed_tokens)
     put(ours.head, theirs.lm_head)
