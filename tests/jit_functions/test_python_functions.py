@@ -97,6 +97,9 @@ SCORES: dict[str, Callable[..., Any]] = {
     "product": lambda s, b, h, i, j: s * s * FACTOR - s**3 / 2 + 2.0**s,
     "choice": lambda s, b, h, i, j: torch.where(s > 0, torch.sqrt(s.abs() + 1), s.sigmoid()),
     "hidden": lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf),
+    "no number": lambda s, b, h, i, j: torch.where(
+        (s / (i - j)).isinf() | torch.isnan(j / s), h, s
+    ),
     "one condition": lambda s, b, h, i, j: torch.where(b.new_ones((), dtype=torch.bool), s, h),
     "half": lambda s, b, h, i, j: s + HALF[h] * HALF[2 - h] + torch.rsub(s, 1, alpha=2),
     "weighed": lambda s, b, h, i, j: torch.add(s, torch.sub(i, j, alpha=3), alpha=2),
