@@ -72,7 +72,9 @@ def dense(o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def without_caches(q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) -> Iterator[Call]:
     whole, other = slice(0, T), slice(40, 61)
-    yield "alone", whole, *dense(*attention(q[:1], k[:1], v[:1], **how))
+    with torch.autocast(q.device.type, torch.bfloat16, enabled=q.dtype is torch.bfloat16):
+        alone = attention(q[:1], k[:1], v[:1], **how)
+    yield "alone", whole, *dense(*alone)
     lengths = torch.tensor([T, 9], device=q.device)
     more = (torch.cat((x, x[:, :, :50]), 2) for x in (k, v))
     o, lse = attention(q, *more, key_lengths=lengths, query_offset=0, **how)
