@@ -137,7 +137,7 @@ def without_autocast(
 
     @wraps(function)
     def outside(q: Tensor, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not autocasting(q.device):
+        if autocast_dtype(q.device) is None:
             return function(q, *args, **kwargs)
         with torch.autocast(q.device.type, enabled=False):
             return function(q, *args, **kwargs)
