@@ -150,7 +150,7 @@ def sloped(x, b, h, q_pos, k_pos, slopes):
 
 @triton.jit
 def tempered(x, b, h, q_pos, k_pos, heat):
-    return x * (0.5 + tl.load(heat + h) * tl.load(heat + h))
+    return x * tl.load(heat + h) / (0.5 + tl.load(heat + h) * tl.load(heat + h))
 
 
 @triton.jit
@@ -164,7 +164,11 @@ APART = torch.arange(T_q)[:, None] + T_k - T_q - torch.arange(T_k)
 LEARNED: dict[str, tuple[Any, tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
     "FoX": (forgetting, (B, H, T_k), lambda x, c: x + c[:, :, T_k - T_q :, None] - c[:, :, None]),
     "ALiBi": (sloped, (H,), lambda x, s: x - s.exp()[:, None, None] * APART.abs().to(x)),
-    "temperature": (tempered, (H,), lambda x, t: x * (0.5 + t[:, None, None].square())),
+    "temperature": (
+        tempered,
+        (H,),
+        lambda x, t: x * (t / (0.5 + t.square()))[:, None, None],
+    ),
     "T5": (
         bucketed,
         (H, 8),

@@ -19,6 +19,8 @@ BY_FORMULA = (
     (second_order, "_by_formula"), (second_order, "differentiable_gradients"),
     (transforms, "gradients_by_formula"),
 )  # fmt: skip
+# torch's own function leaves the mask of no queries out of its graph: its gradient is 0.
+_WITH_GRAPH: dict[str, Any] = {"create_graph": True, "materialize_grads": True}
 
 
 def derived(case: Case, function: Function, push: Function) -> Function:
@@ -90,9 +92,8 @@ def by_reverse(of: Function, tensors: Tensors, moves: Tensors) -> Any:
         if not pairs:
             return [(x, None) for x in results]
         outer, us = zip(*pairs, strict=True)
-        how: dict[str, Any] = {"create_graph": True, "materialize_grads": True}
-        grads = torch.autograd.grad(outer, [*given.values()], us, **how)
-        tangents = iter(torch.autograd.grad(grads, us, [*moves.values()], **how))
+        grads = torch.autograd.grad(outer, [*given.values()], us, **_WITH_GRAPH)
+        tangents = iter(torch.autograd.grad(grads, us, [*moves.values()], **_WITH_GRAPH))
     return [(x, next(tangents) if x.requires_grad else None) for x in results]
 
 
@@ -111,7 +112,5 @@ def _gradients(case: Case, of: Function, tensors: Tensors) -> tuple[Tensor, ...]
     loss = sum((_like(case, str(n), x) * x.square()).sum() for n, x in enumerate(finite))
     draw = case.random("twice")
     of_tensors = [tensors[x] for x in (draw.choice(*rows), draw.choice(*wanted))]
-    # torch's function leaves the mask of no queries out of its graph.
-    how: dict[str, Any] = {"create_graph": True, "materialize_grads": True}
-    grads: tuple[Tensor, ...] = torch.autograd.grad(loss, of_tensors, **how)
+    grads: tuple[Tensor, ...] = torch.autograd.grad(loss, of_tensors, **_WITH_GRAPH)
     return grads
