@@ -57,19 +57,6 @@ if not _HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 _INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
-
-# transformers 5.23 needs Python 3.11.
-collect_ignore = (
-    []
-    if sys.version_info >= (3, 11)
-    else [
-        "compat/test_transformers.py",
-        "training/test_convert.py",
-        "models/test_context_parallel.py",
-        "models/test_published_models.py",
-    ]
-)
-
 # What other releases of Triton than constraints.txt's make worse of a kernel than any limit may
 # allow. Strict: who fixes one takes its line away. Limits that differ are in the tests.
 _OVER_BUDGET = {
@@ -81,8 +68,7 @@ _OVER_BUDGET = {
 
 
 def pytest_report_header() -> list[str]:
-    missing = [f"not collected, for want of Python 3.11: {collect_ignore}"]
-    return [f"triton {version('triton')}", *(missing if collect_ignore else ())]
+    return [f"triton {version('triton')}"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -73,11 +73,12 @@ def test_metadata_and_uninstall(installed, monkeypatch, tmp_path):
     for name in ("flash_attn", "flash-attn", "Flash.Attn"):
         assert importlib.metadata.version(name) == flash_attn.__version__
     assert "flash_attn" in importlib.metadata.packages_distributions()["flash_attn"]
+    assert importlib.metadata.version("flash-attn-3") == "3.0.0"
     assert importlib.metadata.version("torch")
     before = len(sys.meta_path)
     for _ in range(2):
         flash_attn.uninstall()
-        assert len(sys.meta_path) == before - 1
+        assert len(sys.meta_path) == before - 2
         assert sys.modules["flash_attn"] is installed
         left = {n for n in sys.modules if n.startswith("flash_attn")}
         assert left == {"flash_attn", "flash_attn.models"}

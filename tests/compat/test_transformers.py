@@ -117,10 +117,15 @@ def test_generated_tokens_are_equal(name, cache, device):
     assert len({str(results["eager", way]) for way in ways}) > 1
 
 
+# Its name before is deprecated.
+_ENABLE = "activation_checkpointing_enable"
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_and_training(reentrant, device):
     model = decoder("llama-gqa", device).train()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    enable = getattr(model, _ENABLE, model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
     inputs = dict.fromkeys(("input_ids", "labels"), tokens(2, 8, device))
     mask = padded([(0, 8), (0, 5)], 8, device)
     compare(model, {**inputs, "attention_mask": mask}, lambda out: out.loss)
@@ -178,11 +183,16 @@ def test_missing_transformers_names_the_extra(monkeypatch):
         hf_attention.register()
 
 
-def test_other_versions_warn_once():
+def test_older_versions_are_refused_and_newer_ones_warn_once(swap, device, monkeypatch):
     hf_attention._check_version.cache_clear()
-    with pytest.warns(UserWarning, match=r"4\.57\.1 is outside .* 5\.23 to 5\.24"):
-        hf_attention._check_version("4.57.1")
+    with pytest.warns(UserWarning, match=r"5\.25\.0 is newer than 5\.4 to 5\.24"):
+        hf_attention._check_version("5.25.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hf_attention._check_version("4.57.1")
-        hf_attention._check_version("5.23.4.dev0")
+        for version in ("5.25.0", "5.24.4.dev0", "5.4.0"):
+            hf_attention._check_version(version)
+    model = decoder("llama-gqa", device)
+    monkeypatch.setattr("transformers.__version__", "5.3.1")
+    with pytest.raises(ImportError, match=r"serves transformers 5\.4 to 5\.24, got 5\.3\.1"):
+        hf_attention.register()
+    assert "got 5.3.1" in swap(model).left[""]

@@ -7,14 +7,16 @@ import pytest
 import torch
 import transformers as tr
 from transformers import masking_utils as masking
+from transformers.generation import continuous_batching
 from transformers.generation.continuous_batching import cache as paged_cache
-from transformers.generation.continuous_batching import continuous_api, initialization
+from transformers.generation.continuous_batching import continuous_api
 from transformers_models import GQA, decoder_config, heads, layer
 
 from fastattn.compat import transformers as integration
 from fastattn.compat.transformers import continuous
 
 pytestmark = pytest.mark.usefixtures("models_on_torch", "one_thread")
+initialization = getattr(continuous_batching, "initialization", None)
 
 # Two requests share steps, and the second prompt is longer than a step of 8 tokens.
 PROMPTS = [[3, 7, 4], [5, 9, 2, 8, 1, 6, 11, 13, 12, 10, 15]]
@@ -22,7 +24,16 @@ GREEDY = tr.GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=63,
 
 
 @pytest.fixture
-def enabled(monkeypatch):
+def known():
+    """Skips where transformers is older than what is served of continuous batching."""
+    if not hasattr(initialization, "lazy_import_flash_attention"):
+        with pytest.raises(ImportError, match="knows continuous batching of transformers 5.19 to"):
+            integration.enable_continuous_batching()
+        pytest.skip("transformers before 5.19")
+
+
+@pytest.fixture
+def enabled(known, monkeypatch):
     """Continuous batching with "fastattn", undone after the test."""
     for module in (continuous_api, initialization, paged_cache):
         name = "is_flash_attention_requested"
@@ -104,7 +115,7 @@ def test_slots_of_tokens_without_a_row_and_of_padded_tables():
     assert slots.tolist() == [27, 8, 15, -1, -1]
 
 
-def test_refused_without_the_call(monkeypatch):
+def test_refused_without_the_call(known, monkeypatch):
     integration.register()
     with pytest.raises(ValueError, match="fastattn is not supported for continuous batching"):
         batched(model("llama-gqa"), auto_switch_to_flash=False)

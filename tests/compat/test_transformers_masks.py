@@ -9,9 +9,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import masking_utils as masking
 from transformers_models import decoder, heads, layer, tokens
 
-from fastattn.compat.transformers import hf_attention, lazy_mask, masks
+from fastattn.compat.transformers import hf_attention, lazy_mask, masks, packing
 
 pytestmark = pytest.mark.usefixtures("models_on_torch")
+remap = getattr(masking, packing.REMAP, masks._remap)
 
 
 def test_masks_agree_with_those_of_transformers():
@@ -31,7 +32,7 @@ def test_masks_agree_with_those_of_transformers():
     # In transformers 5.23 sequences come first, in 5.24 last.
     both = [
         masking.packed_sequence_mask_function(packed),
-        masking.remap_positions_for_packed_sequence(sliding, positions),
+        remap(sliding, positions),
     ]
     for joined in (both, both[::-1]):
         cases.append((masking.and_masks(*joined), 6, 6, 0, 0, None))
@@ -135,9 +136,7 @@ def test_other_mask_functions_are_translated_or_computed(monkeypatch):
     mask = hf_attention.attention_mask(1, 4, 4, mask_function=every_other)
     assert type(mask) is torch.Tensor
     assert mask[0, 0, 3].tolist() == [False, True, False, True]
-    remapped = masking.remap_positions_for_packed_sequence(
-        masking.causal_mask_function, torch.tensor([[0, 1, 0, 1]])
-    )
+    remapped = remap(masking.causal_mask_function, torch.tensor([[0, 1, 0, 1]]))
     assert masks.rule_of(masking.and_masks(remapped)) is None
 
 

@@ -90,7 +90,8 @@ def test_masks_and_positions_that_no_rule_covers_are_refused(device):
         with pytest.raises(ValueError, match="8 columns for 7 tokens, and position_ids start anew"):
             kind(ids, attention_mask=torch.ones(1, 8), position_ids=torch.arange(7)[None] % 4)
     with pytest.raises(ValueError, match="up to 60, and layers of linear_attention do not keep"):
-        masking.create_causal_mask(mixed, torch.zeros(1, 7, 8), torch.full((1, 7), 60), None)
+        embedded, numbers = torch.zeros(1, 7, 8), torch.full((1, 7), 60)
+        masking.create_causal_mask(mixed, embedded, numbers, **{CACHE: None})
     model(ids, **{CACHE: cache})
     with pytest.raises(ValueError, match="position_ids start anew in a call with cached tokens"):
         model(ids[:, :3], position_ids=torch.tensor([[7, 0, 1]], device=device), **{CACHE: cache})

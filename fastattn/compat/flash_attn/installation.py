@@ -25,8 +25,8 @@ def install() -> None:
 
     flash_attn has flash_attn_interface, bert_padding, layers.rotary, ops.triton.rotary and cute.
     The top-level flash_attn_interface is version 3. Importing another module of flash_attn raises a
-    ModuleNotFoundError that names a replacement. importlib.metadata reports flash_attn's version,
-    so call this before importing a library that looks for it. Imported modules of the real packages
+    ModuleNotFoundError that names a replacement. importlib.metadata reports flash_attn and
+    flash_attn_3, so call this before importing a library that looks for them. Imported modules of the real packages
     are set aside; code that took functions from them keeps those.
     """
     from . import amd, bert_padding, passes, rotary, version_2, version_3, version_4
@@ -43,7 +43,12 @@ def install() -> None:
         "cute.interface": (version_4,),
     }
     package_alias.install("flash_attn", modules, version_2.__version__, _INSTEAD)
-    package_alias.install("flash_attn_interface", {"": (version_3,)})
+    package_alias.install(
+        "flash_attn_interface",
+        {"": (version_3,)},
+        version_3.__version__,
+        distribution="flash_attn_3",
+    )
 
 
 def uninstall() -> None:

@@ -18,6 +18,7 @@ def install(
     modules: dict[str, tuple[ModuleType, ...]],
     version: str | None = None,
     instead: dict[str, str] | None = None,
+    distribution: str | None = None,
 ) -> None:
     """Make `import package` and `import package.name` find these modules' public names.
 
@@ -28,6 +29,7 @@ def install(
         version: of the distribution that `importlib.metadata` reports; None = no distribution.
         instead: by name inside the package, replacements for missing modules ("" = all others),
             named by their import error if there is a version.
+        distribution: its name; None = the package's.
     """
     if package in _before:
         return
@@ -49,7 +51,7 @@ def install(
     _before[package] = put_aside
     if version is not None:
         # Before the finder of installed distributions.
-        sys.meta_path.insert(0, _Metadata(package, version, instead or {}))
+        sys.meta_path.insert(0, _Metadata(package, version, instead or {}, distribution))
 
 
 def uninstall(package: str) -> None:
@@ -79,8 +81,11 @@ def _made(name: str, sources: tuple[ModuleType, ...], *, is_package: bool) -> Mo
 class _Metadata(importlib.metadata.DistributionFinder):
     """Finder of one distribution's metadata; its modules are in sys.modules."""
 
-    def __init__(self, package: str, version: str, instead: dict[str, str]) -> None:
+    def __init__(
+        self, package: str, version: str, instead: dict[str, str], name: str | None
+    ) -> None:
         self.package, self.version, self.instead = package, version, instead
+        self.name = name or package
 
     def find_spec(self, name: str, *_: Any) -> None:
         inside = name.removeprefix(f"{self.package}.")
@@ -95,16 +100,16 @@ class _Metadata(importlib.metadata.DistributionFinder):
 
     def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
         wanted = None if context is None else context.name
-        if wanted is None or _normalised(wanted) == _normalised(self.package):
-            yield _Distribution(self.package, self.version)
+        if wanted is None or _normalised(wanted) == _normalised(self.name):
+            yield _Distribution(self.name, self.version, self.package)
 
 
 class _Distribution(importlib.metadata.Distribution):
     """A distribution without files."""
 
-    def __init__(self, package: str, version: str) -> None:
+    def __init__(self, name: str, version: str, package: str) -> None:
         self._texts = {
-            "METADATA": f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n",
+            "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
             "top_level.txt": f"{package}\n",
         }
 

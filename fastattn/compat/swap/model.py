@@ -305,10 +305,11 @@ def _swap_transformers(name: str, model: Any, done: Swap) -> Callable[[type], bo
     try:
         from ..transformers.hf_attention import NAME, register
         from ..transformers.models import looks_up, restorer, unserved
+
+        register()
     except ImportError as error:
         done._left[name] = f"fastattn cannot be registered with transformers: {error}"
         return None
-    register()
     if any(looks_up(type(module)) for module in model.modules()):
         done._undo.append(restorer(model, NAME))
         model.set_attn_implementation(NAME)

@@ -22,6 +22,12 @@ from ...functional.paged import attention_paged
 from .lazy_mask import LazyMask
 
 NAME = "fastattn"
+# Releases of transformers that the suite has run with.
+OLDEST, NEWEST = (5, 4), (5, 24)
+TESTED = " to ".join(".".join(map(str, release)) for release in (OLDEST, NEWEST))
+
+# Modules that ask whether an implementation takes no mask; the last one prepares block tables.
+_REQUESTING = ("cache", "continuous_api", "initialization")
 
 
 def enable_continuous_batching() -> None:
@@ -33,26 +39,26 @@ def enable_continuous_batching() -> None:
     a mask and, on CUDA, with graphs and block tables. Nothing else changes. Idempotent.
 
     Raises:
-        ImportError: transformers is not installed, or lacks the replaced functions.
+        ImportError: transformers is not installed, or lacks a replaced function, as before 5.19.
     """
-    from transformers.generation.continuous_batching import cache, continuous_api, initialization
+    from transformers.generation import continuous_batching
 
-    for module in (cache, continuous_api, initialization):
-        _replace(module, "is_flash_attention_requested", _accepting)
-    _replace(initialization, "lazy_import_flash_attention", _importing)
-
-
-def _replace(module: Any, name: str, wrap: Any) -> None:
-    before = getattr(module, name, None)
-    if before is None:
-        raise ImportError(
-            f"{module.__name__} has no {name}: fastattn knows continuous batching of "
-            "transformers 5.23 and 5.24"
-        )
-    if not getattr(before, "serves_fastattn", False):
-        after = wrap(before)
-        after.serves_fastattn = True
-        setattr(module, name, after)
+    replaced = [(name, "is_flash_attention_requested", _accepting) for name in _REQUESTING]
+    replaced.append((_REQUESTING[-1], "lazy_import_flash_attention", _importing))
+    found = [(getattr(continuous_batching, module, None), *rest) for module, *rest in replaced]
+    for module, name, _ in found:
+        if not hasattr(module, name):
+            raise ImportError(
+                f"{getattr(module, '__name__', continuous_batching.__name__)} has no {name}: "
+                "fastattn knows continuous batching of transformers 5.19 to 5.24",
+                name="transformers",
+            )
+    for module, name, wrap in found:
+        before = getattr(module, name)
+        if not getattr(before, "serves_fastattn", False):
+            after = wrap(before)
+            after.serves_fastattn = True
+            setattr(module, name, after)
 
 
 def _accepting(before: Any) -> Any:

@@ -32,7 +32,7 @@ from ...tracing import in_forward_mode
 from ..patch import count_registered
 from ..sdpa import LOWEST_BIAS, bounded_bias
 from .continuous import NAME as NAME
-from .continuous import attend_paged
+from .continuous import NEWEST, OLDEST, TESTED, attend_paged
 from .lazy_mask import LazyMask, Rule
 from .masks import attention_mask, check_entries, chunk_ids
 from .packing import by_positions, is_cross, read_sequences, sequence_numbers
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Attend = Callable[..., Any]
-# First and last tested minor version.
-_TESTED = ((5, 23), (5, 24))
 # transformers' module of output capturing, if imported.
 _collectors: list[Any] = []
 
@@ -51,9 +49,9 @@ def register() -> None:
     """Register `attn_implementation="fastattn"` with transformers.
 
     Raises:
-        ImportError: transformers is not installed.
+        ImportError: transformers is not installed, or older than 5.4.
     Warns:
-        UserWarning: once, for an untested version of transformers.
+        UserWarning: once, for a version of transformers that is newer than the tested ones.
     """
     try:
         import transformers
@@ -434,13 +432,18 @@ def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
 
 @cache
 def _check_version(version: str) -> None:
-    """Warn, once in a process, about an untested version."""
+    """Refuse an old version of transformers; warn, once in a process, of an untested one."""
     installed = tuple(int(part) for part in version.split(".")[:2])
-    if not _TESTED[0] <= installed <= _TESTED[1]:
-        shown = [".".join(map(str, bound)) for bound in _TESTED]
+    if installed < OLDEST:
+        raise ImportError(
+            f"fastattn serves transformers {TESTED}, got {version}: its mask functions take other "
+            "arguments",
+            name="transformers",
+        )
+    if installed > NEWEST:
         warnings.warn(
-            f"transformers {version} is outside the versions that fastattn was tested with, "
-            f"{shown[0]} to {shown[1]}: scores, masks or caches may be passed in another way there",
+            f"transformers {version} is newer than {TESTED}, which fastattn was tested with: "
+            "scores, masks or caches may be passed in another way there",
             UserWarning,
             stacklevel=3,
         )

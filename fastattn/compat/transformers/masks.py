@@ -15,7 +15,7 @@ from ...block_mask import BlockMask
 from ...ops import spread
 from .lazy_mask import LazyMask, Rule
 from .models import takes_rules
-from .packing import is_unread
+from .packing import REMAP, is_unread
 
 
 def attention_mask(
@@ -150,11 +150,7 @@ def _within(
     mask_function: Callable[..., Any], numbers: Tensor, chunked: bool
 ) -> Callable[..., Any]:
     """A mask function within the sequences that [B, n] numbers."""
-    from transformers.masking_utils import (
-        and_masks,
-        packed_sequence_mask_function,
-        remap_positions_for_packed_sequence,
-    )  # fmt: skip
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
     if chunked:
         # Chunks count from a sequence's start, and the first one's from behind the padding.
@@ -162,7 +158,7 @@ def _within(
         begins = numbers != numbers.roll(1, dims=1)
         start = torch.where(begins, order, 0).cummax(dim=1).values
         first = (numbers != 0).int().argmax(dim=1, keepdim=True)
-        mask_function = remap_positions_for_packed_sequence(mask_function, order - start + first)
+        mask_function = _remap(mask_function, order - start + first)
     return and_masks(mask_function, packed_sequence_mask_function(numbers))
 
 
@@ -178,7 +174,7 @@ def rule_of(mask_function: Callable[..., Any]) -> Rule | None:
     if mask_function is bidirectional_mask_function:
         return Rule()
     maker = _makers().get(getattr(mask_function, "__code__", None))
-    if maker is None:
+    if maker in (None, REMAP):
         return None
     held = _held(mask_function)
     if maker == "chunked_overlay":
@@ -209,12 +205,9 @@ def _translated(mask_function: Callable[..., Any], kv_offset: int) -> Rule | Non
 
 def _combined(parts: Iterable[Callable[..., Any]]) -> Rule | None:
     """Intersect rules, or return None."""
-    from transformers.masking_utils import remap_positions_for_packed_sequence
-
-    remapped = remap_positions_for_packed_sequence(None, None).__code__
 
     def is_remapped(part: Callable[..., Any]) -> bool:
-        return getattr(part, "__code__", None) is remapped
+        return _makers().get(getattr(part, "__code__", None)) == REMAP
 
     whole = Rule()
     for part in sorted(parts, key=is_remapped):
@@ -267,6 +260,15 @@ def _with_chunk_numbers(rule: Rule, length: int, device: torch.device | str) -> 
     return rule._replace(documents=position.div(rule.chunk, rounding_mode="floor"))
 
 
+def _remap(mask_function: Any, position_ids: Any) -> Callable[..., Any]:
+    """A mask function by the positions [B, n] of tokens: REMAP, for any release."""
+
+    def inner_mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return mask_function(b, h, position_ids[b, i], position_ids[b, j])
+
+    return inner_mask
+
+
 def _least(a: int | None, b: int | None) -> int | None:
     return min((x for x in (a, b) if x is not None), default=None)
 
@@ -300,5 +302,6 @@ def _makers() -> dict[Any, str]:
         "sliding_window_bidirectional_overlay": masking.sliding_window_bidirectional_overlay(1),
         "chunked_overlay": masking.chunked_overlay(1, None),
         "packed_sequence_mask_function": masking.packed_sequence_mask_function(None),
+        REMAP: getattr(masking, REMAP, _remap)(None, None),
     }
-    return {function.__code__: name for name, function in made.items()}
+    return {_remap(None, None).__code__: REMAP} | {f.__code__: name for name, f in made.items()}

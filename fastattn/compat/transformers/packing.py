@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ...tracing import is_mapped
-from .continuous import NAME
+from .continuous import NAME, TESTED
 from .lazy_mask import LazyMask, Rule
+
+
+# transformers' function, new in 5.23, by which chunks count from a sequence's start.
+REMAP = "remap_positions_for_packed_sequence"
 
 
 def read_sequences() -> None:
@@ -30,10 +34,11 @@ def read_sequences() -> None:
     if before is None:
         raise ImportError(
             "transformers.masking_utils has no _preprocess_mask_arguments: fastattn knows masks of "
-            "transformers 5.23 and 5.24"
+            f"transformers {TESTED}"
         )
     if not getattr(before, "reads_sequences", False):
-        masking_utils._preprocess_mask_arguments = _reading(before)
+        in_rows = not hasattr(masking_utils, REMAP)
+        masking_utils._preprocess_mask_arguments = _reading(before, in_rows)
 
 
 def is_unread(x: Tensor | None) -> bool:
@@ -43,7 +48,11 @@ def is_unread(x: Tensor | None) -> bool:
     return is_tracing(x) or (x is not None and is_mapped(x))
 
 
-def _reading(before: Any) -> Any:
+def _reading(before: Any, in_rows: bool) -> Any:
+    """transformers' function, with packed sequences read.
+
+    in_rows: it counts chunks from a row's start.
+    """
     names = tuple(signature(before).parameters)
 
     # Some families call it by keywords.
@@ -63,7 +72,7 @@ def _reading(before: Any) -> Any:
         position_ids = given["position_ids"]
         if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
             positions = position_ids.expand(given["inputs_embeds"].shape[0], -1)
-            if found is None or is_unread(positions):
+            if found is None or in_rows or is_unread(positions):
                 mask, found = _split(mask, positions, *extents), None
         return done, mask, found, *extents
 
