@@ -467,8 +467,9 @@ def ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", BY_DAY)
 def test_a_step_is_that_of_one_process(ranks, name):
     case = CASES[name]
+    model = case.model().double()
     with softmax_in_fp64():
-        exact = one_process(case, case.model().double())
+        exact = one_process(case, model)
     naive = worst_naive(exact, lambda: one_process(case, case.model()))
     for key, ref in exact.items():
         actual = sum(torch.from_numpy(rank[name][key]).double() for rank in ranks)
