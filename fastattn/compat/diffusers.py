@@ -5,6 +5,7 @@ diffusers/models/attention_dispatch.py of diffusers 0.42.1, a private module.
 """
 
 import importlib
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +23,7 @@ def register() -> None:
     """Register "fastattn" as an attention backend of diffusers. Idempotent.
 
     Raises:
-        ImportError: diffusers is not installed, or has no attention dispatcher.
+        ImportError: diffusers is not installed, or has no attention dispatcher, as before 0.35.
     """
     module = importlib.import_module("diffusers.models.attention_dispatch")
     names, registry = module.AttentionBackendName, module._AttentionBackendRegistry
@@ -32,8 +33,10 @@ def register() -> None:
         member._name_, member._value_ = NAME.upper(), NAME
         names._member_names_.append(NAME.upper())
         names._member_map_[NAME.upper()] = names._value2member_map_[NAME] = member
-    constraints = [module._check_device, module._check_shape]
-    registry.register(member, constraints=constraints, supports_context_parallel=True)(attend)
+    given = {"constraints": [module._check_device, module._check_shape]}
+    parallel = "supports_context_parallel"  # since diffusers 0.36
+    given |= {parallel: True} if parallel in signature(registry.register).parameters else {}
+    registry.register(member, **given)(attend)
 
 
 # The dispatcher passes what this signature names.
