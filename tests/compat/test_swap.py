@@ -216,7 +216,7 @@ def test_calls_that_torch_compile_leaves_are_not_served(swap, how, monkeypatch):
     elif how == "stance":
         context = torch.compiler.set_stance("force_eager")
     elif how == "jit":
-        context = warnings.catch_warnings(action="ignore")
+        warnings.simplefilter("ignore")
         call = lambda x: torch.jit.trace(model, x, check_trace=False)(x)  # noqa: E731
     else:
         call = lambda x: torch.fx.experimental.proxy_tensor.make_fx(model)(x)(x)  # noqa: E731
