@@ -1,4 +1,4 @@
-"""transformers' own "flash_attention_2" and 3 over the functions that `flash_attn.install` offers."""
+"""transformers' own "flash_attention_2" and 3 over functions that `flash_attn.install` offers."""
 
 from collections.abc import Iterator
 from importlib.metadata import packages_distributions

@@ -26,8 +26,8 @@ def install() -> None:
     flash_attn has flash_attn_interface, bert_padding, layers.rotary, ops.triton.rotary and cute.
     The top-level flash_attn_interface is version 3. Importing another module of flash_attn raises a
     ModuleNotFoundError that names a replacement. importlib.metadata reports flash_attn and
-    flash_attn_3, so call this before importing a library that looks for them. Imported modules of the real packages
-    are set aside; code that took functions from them keeps those.
+    flash_attn_3, so call this before importing a library that looks for them. Imported modules of
+    the real packages are set aside; code that took functions from them keeps those.
     """
     from . import amd, bert_padding, passes, rotary, version_2, version_3, version_4
 

@@ -436,8 +436,8 @@ def _check_version(version: str) -> None:
     installed = tuple(int(part) for part in version.split(".")[:2])
     if installed < OLDEST:
         raise ImportError(
-            f'attn_implementation="fastattn" serves transformers {TESTED}, got {version}: use "sdpa" '
-            "there with fastattn.patch_sdpa or swap",
+            f'attn_implementation="fastattn" serves transformers {TESTED}, got {version}: there '
+            'use "sdpa" with fastattn.patch_sdpa or swap',
             name="transformers",
         )
     if installed > NEWEST:

@@ -15,7 +15,6 @@ from ...tracing import is_mapped
 from .continuous import NAME, TESTED
 from .lazy_mask import LazyMask, Rule
 
-
 # transformers' function, new in 5.23, by which chunks count from a sequence's start.
 REMAP = "remap_positions_for_packed_sequence"
 
