@@ -44,7 +44,7 @@ help:
 	@echo "make test-nightly   the suite with what the gate leaves out: more GPUs, head dims, dtypes, splits"
 	@echo "make fuzz   random calls of every function against the oracle, for SECONDS"
 	@echo "make mutants   COUNT lines of FILES, or of what changed SINCE, made wrong by rule: which does no test see?"
-	@echo "make test-versions  check every supported torch and Triton, on the oldest and the newest Python"
+	@echo "make test-versions  check supported releases of torch, Triton, transformers and Python"
 	@echo "make test-servers   the integrations of servers, on their own classes, from their distributions"
 	@echo "make lint   ruff check, ruff format --check, mypy, and pyright on what users write"
 	@echo "make format rewrite the sources with ruff"
