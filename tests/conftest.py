@@ -60,13 +60,13 @@ _INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 # What other releases of Triton than constraints.txt's make worse of a kernel than any limit may
 # allow. Strict: who fixes one takes its line away. Limits that differ are in the tests.
 _OVER_BUDGET = {
-    # Products wait for one another, with every score at once.
+    # Products wait for one another, with every score at once; registers of RDNA do not suffice.
     "3.6": (
         *("sm_90 attention forward 128 heavy", "sm_90 attention backward 128 heavy"),
         "gfx1100 attention forward+backward 64 causal",
     ),
-    # A number that does not change is read from the stack in a loop over full blocks.
-    "3.9": ("sm_90 append paged fp8 half", "sm_90 hopper backward 128 causal"),
+    # A number that does not change is read from the stack in a loop over full blocks; RDNA as 3.6.
+    "3.9": ("sm_90 hopper backward 128 causal", "gfx1100 attention forward+backward 64 causal"),
 }
 
 
