@@ -33,10 +33,10 @@ def register() -> None:
         member._name_, member._value_ = NAME.upper(), NAME
         names._member_names_.append(NAME.upper())
         names._member_map_[NAME.upper()] = names._value2member_map_[NAME] = member
-    given = {"constraints": [module._check_device, module._check_shape]}
     parallel = "supports_context_parallel"  # since diffusers 0.36
-    given |= {parallel: True} if parallel in signature(registry.register).parameters else {}
-    registry.register(member, **given)(attend)
+    given = {parallel: True} if parallel in signature(registry.register).parameters else {}
+    constraints = [module._check_device, module._check_shape]
+    registry.register(member, constraints=constraints, **given)(attend)
 
 
 # The dispatcher passes what this signature names.

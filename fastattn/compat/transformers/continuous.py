@@ -43,17 +43,17 @@ def enable_continuous_batching() -> None:
     """
     from transformers.generation import continuous_batching
 
-    replaced = [(name, "is_flash_attention_requested", _accepting) for name in _REQUESTING]
-    replaced.append((_REQUESTING[-1], "lazy_import_flash_attention", _importing))
-    found = [(getattr(continuous_batching, module, None), *rest) for module, *rest in replaced]
-    for module, name, _ in found:
+    modules: list[Any] = [getattr(continuous_batching, name, None) for name in _REQUESTING]
+    replaced = [(module, "is_flash_attention_requested", _accepting) for module in modules]
+    replaced.append((modules[-1], "lazy_import_flash_attention", _importing))
+    for module, name, _ in replaced:
         if not hasattr(module, name):
             raise ImportError(
                 f"{getattr(module, '__name__', continuous_batching.__name__)} has no {name}: "
                 "fastattn knows continuous batching of transformers 5.19 to 5.24",
                 name="transformers",
             )
-    for module, name, wrap in found:
+    for module, name, wrap in replaced:
         before = getattr(module, name)
         if not getattr(before, "serves_fastattn", False):
             after = wrap(before)
