@@ -117,7 +117,7 @@ def test_generated_tokens_are_equal(name, cache, device):
     assert len({str(results["eager", way]) for way in ways}) > 1
 
 
-# Its name before is deprecated.
+# Older releases know it by the name that now warns.
 _ENABLE = "activation_checkpointing_enable"
 
 

@@ -23,8 +23,8 @@ from .lazy_mask import LazyMask
 
 NAME = "fastattn"
 # Releases of transformers that the suite has run with.
-OLDEST, NEWEST = (5, 4), (5, 24)
-TESTED = " to ".join(".".join(map(str, release)) for release in (OLDEST, NEWEST))
+OLDEST, NEWEST = "5.4", "5.24"
+TESTED = f"{OLDEST} to {NEWEST}"
 
 # Modules that ask whether an implementation takes no mask; the last one prepares block tables.
 _REQUESTING = ("cache", "continuous_api", "initialization")
@@ -50,7 +50,7 @@ def enable_continuous_batching() -> None:
         if not hasattr(module, name):
             raise ImportError(
                 f"{getattr(module, '__name__', continuous_batching.__name__)} has no {name}: "
-                "fastattn knows continuous batching of transformers 5.19 to 5.24",
+                f"fastattn knows continuous batching of transformers 5.19 to {NEWEST}",
                 name="transformers",
             )
     for module, name, wrap in replaced:

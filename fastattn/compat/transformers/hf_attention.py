@@ -433,14 +433,14 @@ def _shown(lists: Tensor, size: int, query: Tensor, key: Tensor) -> Tensor:
 @cache
 def _check_version(version: str) -> None:
     """Refuse an old version of transformers; warn, once in a process, of an untested one."""
-    installed = tuple(int(part) for part in version.split(".")[:2])
-    if installed < OLDEST:
+    installed, oldest, newest = ([*map(int, x.split(".")[:2])] for x in (version, OLDEST, NEWEST))
+    if installed < oldest:
         raise ImportError(
             f'attn_implementation="fastattn" serves transformers {TESTED}, got {version}: there '
             'use "sdpa" with fastattn.patch_sdpa or swap',
             name="transformers",
         )
-    if installed > NEWEST:
+    if installed > newest:
         warnings.warn(
             f"transformers {version} is newer than {TESTED}, which fastattn was tested with: "
             "scores, masks or caches may be passed in another way there",
