@@ -99,7 +99,7 @@ def _over_slots(
         else:
             o = scaled_dot_product_attention(queries, k, v, scale=scale)
         o = o if H_q == H_k else o.reshape(B, H_q, 1, -1)
-        if T >= cpu_kernel.WIDEST_VECTOR or cpu_kernel.fills_rows(o):
+        if T >= cpu_kernel.VECTOR or cpu_kernel.fills_rows(o):
             return o
     exact: Any = torch_backend.attention(q, k, v, Options(scale=scale))
     return exact

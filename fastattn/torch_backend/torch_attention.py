@@ -82,7 +82,7 @@ def bind(
     if added is None or added.leaves_all(options):
         if summed:
             return partial(_with_lse, added=None, is_causal=lower, **how)
-        wide = tracing.always(T_k >= cpu_kernel.WIDEST_VECTOR)
+        wide = tracing.always(T_k >= cpu_kernel.VECTOR)
         # ONNX's operators pass NaN on.
         for_onnx = not on_host and torch.onnx.is_in_onnx_export()
         short = q.is_cpu and not (wide or options.dropout or for_onnx)
