@@ -384,7 +384,7 @@ def log_once(
     name: str, choice: Explanation, q: Tensor, k: Tensor, v: Tensor, options: Options
 ) -> None:
     """Log each kind of call to stderr if FASTATTN_LOG=1: shapes, backend, reasons, tile."""
-    if os.environ.get(LOG, "0") in ("", "0") or torch.compiler.is_compiling():
+    if not logs() or torch.compiler.is_compiling():
         return
     shapes = " ".join(f"{x}{list(y.shape)}" for x, y in (("q", q), ("k", k), ("v", v)))
     defaults = options._field_defaults
@@ -394,10 +394,19 @@ def log_once(
     why = [f"not {one}: {reason}" for one, reason in choice.reasons.items()]
     if choice.backend == "triton" and name.startswith("attention"):
         why.append(_forward_tile(q, v, options))
-    line = f"fastattn: {name} {how} -> {'; '.join([choice.backend, *why])}"
+    write_once(f"{name} {how} -> {'; '.join([choice.backend, *why])}")
+
+
+def logs() -> bool:
+    """Whether FASTATTN_LOG asks for lines."""
+    return os.environ.get(LOG, "0") not in ("", "0")
+
+
+def write_once(line: str) -> None:
+    """Write a line to stderr, unless it was written before."""
     if line not in _logged:
         _logged.add(line)
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(f"fastattn: {line}\n")
 
 
 def _forward_tile(q: Tensor, v: Tensor, options: Options) -> str:

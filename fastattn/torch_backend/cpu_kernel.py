@@ -17,9 +17,9 @@ from .derivatives import gradients_by_formula
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# At least as many fp32 numbers as this CPU's vectors have; Arm's SVE has up to 2,048 bits. Without a
-# mask, torch 2.13's CPU kernel ignores NaN in the maximum of scores that fill no vector, and treats
-# an all-NaN row as one without keys.
+# At least as many fp32 numbers as a vector of this CPU has: Arm's SVE has up to 2,048 bits. Without
+# a mask, torch 2.13's CPU kernel ignores NaN in the maximum of scores that fill no vector, and
+# treats an all-NaN row as one without keys.
 VECTOR = 64 if torch.backends.cpu.get_cpu_capability() == "SVE" else 16
 
 

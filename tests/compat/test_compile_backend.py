@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_blocks import BLOCKS, C
+from attention_blocks import BLOCKS, C, SelfMade
 from nightly import gate_cases
 from swapped_blocks import assert_equal, tokens
 from torch import Tensor, nn
@@ -23,6 +23,13 @@ def test_backend_of_torch_compile(kind, served):
     assert_equal(compiled, model, x)
     # The model in fp64 and fp32, and the compiled one.
     assert len(served) == 1
+
+
+def test_the_backend_logs_what_it_leaves(monkeypatch, capsys):
+    monkeypatch.setenv("FASTATTN_LOG", "1")
+    torch.compile(SelfMade("foreign"), backend=backend, options={"inner": "eager"})(tokens())
+    left = "left a softmax: scores are changed by attention_blocks.tanh\n"
+    assert capsys.readouterr().err == f'fastattn: torch.compile(backend="fastattn") {left}'
 
 
 class Untraced(nn.Module):

@@ -21,6 +21,7 @@ FIRST = int(os.environ.get("FASTATTN_FUZZ_SEED", "0"))
         "keys": "scores are multiplied by a tensor, another for each key",
         "lowered": "scores have other uses than their softmax",
         "softcap": "scores are changed by tanh",
+        "foreign": "scores are changed by attention_blocks.tanh",
         "fill": "scores are filled with -10000.0, and not with -inf",
         "other-dim": "along another dim than that of the softmax",
         "no-grad": "gradients or autocast are switched between the products",
@@ -83,6 +84,22 @@ class HeadsInTheBatch(torch.nn.Module):
         return torch.bmm(scores.softmax(-1), v).transpose(0, 1).reshape(T, B, 16)
 
 
+class InGroups(torch.nn.Module):
+    """Attention [T, B, 16] in groups of tokens that checks its scores' sizes, as in LongLoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = int(len(x) * 0.5)
+        q, k, v = self.qkv(x).reshape(-1, size, x.shape[1], 48).transpose(1, 2).chunk(3, -1)
+        scores = q @ k.mT
+        if scores.size() != (len(x) // size, x.shape[1], size, size):
+            raise ValueError(scores.size())
+        return (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+
+
 class Padded(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -93,13 +110,15 @@ class Padded(torch.nn.Module):
         return self.inner(x, None if len(hidden) == 1 else hidden)
 
 
-def test_scores_that_are_asked_for_their_sizes(swap):
-    model = Padded()
+@pytest.mark.parametrize(("kind", "lengths"), [(Padded, (6, 5, 9)), (InGroups, (6, 8, 12))])
+def test_scores_that_are_asked_for_their_sizes(swap, kind, lengths):
+    model = kind()
     plain = copy.deepcopy(model)
     done = swap(model, eager=True)
-    for T, B in ((6, 2), (5, 1), (9, 2)):
-        assert_equal(model, plain, torch.randn(T, B, 16))
-    assert (done.calls["inner"].served, done.calls["inner"].passed) == (3, 0), str(done)
+    for T in lengths:
+        assert_equal(model, plain, torch.randn(T, 1 + (T != 5), 16))
+    calls = done.calls["inner" if kind is Padded else ""]
+    assert (calls.served, calls.passed) == (3, 0), str(done)
 
 
 @pytest.mark.parametrize("turn", range(4))

@@ -89,9 +89,13 @@ def test_masks_and_positions_that_no_rule_covers_are_refused(device):
         kind.set_attn_implementation("fastattn")
         with pytest.raises(ValueError, match="8 columns for 7 tokens, and position_ids start anew"):
             kind(ids, attention_mask=torch.ones(1, 8), position_ids=torch.arange(7)[None] % 4)
+    embedded, numbers = torch.zeros(1, 7, 8), torch.full((1, 7), 60)
     with pytest.raises(ValueError, match="up to 60, and layers of linear_attention do not keep"):
-        embedded, numbers = torch.zeros(1, 7, 8), torch.full((1, 7), 60)
         masking.create_causal_mask(mixed, embedded, numbers, **{CACHE: None})
+    with pytest.raises(ValueError, match="up to 60, and embeddings are multiplied by them"):
+        masking.create_bidirectional_mask(
+            tr.EsmConfig(attn_implementation="fastattn"), embedded, numbers
+        )
     model(ids, **{CACHE: cache})
     with pytest.raises(ValueError, match="position_ids start anew in a call with cached tokens"):
         model(ids[:, :3], position_ids=torch.tensor([[7, 0, 1]], device=device), **{CACHE: cache})

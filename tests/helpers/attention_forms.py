@@ -16,17 +16,22 @@ DIMS = {"ahead": "ij", "padding": "j", "bias": "hij", "factor": "hij"}
 # Lines of each step: x are scores s or weights w, j is their dim of keys, y a mask, bias or number.
 LINES = {
     "cast": ("{x} = {x}.contiguous()", "{x} = {x}.to(v.dtype)", "{x} = {x}.type_as(q)"),
+    "unread": (
+        "{x}.detach()", "{x}.float()", "assert [*{x}.shape] == [*{x}.size()]",
+        "assert {x}.size({j}) * 2 == 14", "{x}.flatten().sum",
+    ),
     "mT": ("{x} = {x}.mT", "{x} = {x}.transpose(-1, -2)"),
     "moved": ("{x} = {x}.permute({dims})", "{x} = torch.permute({x}, dims={dims})"),
     "turned": ("{x} = {x}.transpose({a}, {b})", "{x} = torch.swapaxes({x}, {a}, {b})"),
     "scaled": (
         "s = s * {y}", "s = {y} * s", "s = s / {y}", "s = torch.mul(s, {y})", "s *= {y}",
-        "s = s.div({y})",
+        "s = s.div({y})", "s.mul_({y})",
     ),
-    "biased": ("s = s + {y}", "s = {y} + s", "s += {y}", "s = torch.sub(s, {y})"),
+    "biased": ("s = s + {y}", "s = {y} + s", "s += {y}", "s = torch.sub(s, {y})", "s.add_({y})"),
     "less": ("s = s - {y} * 1e9", "s = s + -1e9 * {y}"),
     "hidden": (
         "s = s.masked_fill({y}, {low})", "s = s.masked_fill_({y}, {low})",
+        "s.masked_fill_({y}, {low})",
         "s = torch.masked_fill(s, mask={y}, value={low})", "s = s.where(~{y}, {low})",
         "s = torch.where({y}, torch.tensor({low}, dtype=s.dtype), s)",
         "s = torch.where(~{y}, s, torch.tensor(-1e9).to(s))",
@@ -83,11 +88,11 @@ class Drawing:
         # Scores that were viewed keep their order; a factor comes before what is added.
         self.fixed = "bmm" in self.lines[0]
         self.steps("moved", "scaled", "cast")
-        self.steps("biased", *["hidden"] * 3, "lowered", "moved", "halved")
+        self.steps("biased", *["hidden"] * 3, "lowered", "moved", "halved", "unread")
         self.line("softmax")
         self.x = "w"
         self.zeroed()
-        self.steps("moved", "moved", "cast", "dropped")
+        self.steps("moved", "moved", "cast", "dropped", "unread")
         order = self.order
         texts = (
             *OUTPUTS.get(order, ()), f"torch.einsum('{order},bhjd->bhid', w, v)",

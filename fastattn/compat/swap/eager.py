@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.modules import module as torch_module
 
+from ... import dispatch
 from ...tracing import transforming
 from ..calls import Calls, running, traced_modules
 from ..sdpa import Arguments, by_torch, served_attention, torch_attention
@@ -62,7 +63,9 @@ def backend(
     """
     import torch._dynamo
 
-    _serve(graph)
+    _, left = _serve(graph)
+    if left and dispatch.logs():
+        dispatch.write_once(f'torch.compile(backend="fastattn") left a softmax: {left}')
     _warn_of_rest(graph)
     inner = torch._dynamo.lookup_backend((options or {}).get("inner", "inductor"))
     return inner(graph, example_inputs, **rest)

@@ -12,6 +12,9 @@ FRESH = frozenset((
     "masked_fill", "softmax", "layer_norm", "neg", "exp", "sigmoid", "clone", "cat", "stack",
     "arange", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full",
 ))  # fmt: skip
+# Operations that change nothing, whether or not code reads their result.
+PURE = FRESH | {"to", "type_as", "float", "contiguous", "view", "reshape", "flatten", "detach",
+                "size", "getitem"}  # fmt: skip
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
              "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .effects import FRESH, is_changed, is_in_place, name_of, why_not_moved
+from .effects import PURE, is_changed, is_in_place, name_of, why_not_moved
 from .fused import fused
 from .nodes import OPERANDS, Unmatched, alike, argument, bare, operation, permuted, rank_of, value
 from .scores import Match, product_of_scores
@@ -31,6 +31,7 @@ def rewrite(module: fx.GraphModule) -> tuple[int, list[tuple[fx.Node, str]]]:
     count, left = 0, []
     for part in [x for x in module.modules() if isinstance(x, fx.GraphModule)]:
         _in_one_form(part.graph)
+        _without_unread(part.graph)
         _without_in_place(part.graph)
         for node in [x for x in part.graph.nodes if operation(x) == "softmax"]:
             before = set(part.graph.nodes)
@@ -72,12 +73,21 @@ def _in_one_form(graph: fx.Graph) -> None:
                 node.args = (operand, node.args[1])
 
 
+def _without_unread(graph: fx.Graph) -> None:
+    """Remove what no node reads, as code that checks sizes leaves, from the last on."""
+    for node in reversed(graph.nodes):
+        of_numbers = getattr(node.target, "__module__", "") == "_operator"
+        pure = of_numbers or operation(node, placed=False) in PURE
+        if pure and not (node.users or is_in_place(node) or "out" in node.kwargs):
+            graph.erase_node(node)
+
+
 def _without_in_place(graph: fx.Graph) -> None:
-    """Make later nodes use the result of an in-place change, where no other node sees it."""
+    """Make later nodes use the result of an in-place change, which is its operand."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         x: Any = node.args[0] if node.args else None
-        if operation(node) not in _IN_PLACE or operation(x) not in FRESH:
+        if operation(node) not in _IN_PLACE or not isinstance(x, fx.Node):
             continue
         if all(order[user] >= order[node] for user in x.users):
             x.replace_all_uses_with(node, delete_user_cb=lambda user, kept=node: user is not kept)

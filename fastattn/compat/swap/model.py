@@ -14,7 +14,7 @@ from ..multihead import MultiheadAttention, leave_path, stay_on_path
 from .adapted import PARTS, Adapter, adapt, end_adapter, exchanged
 from .eager import CapturedForward
 from .scope import Serving, unwatch, watch
-from .source import SDPA, SOFTMAX, names_in
+from .source import SDPA, SOFTMAX, names_in, softmax_parts
 
 _BY_TORCHS_FUNCTION = f"calls to F.{SDPA} use fastattn"
 _EAGER = "try fastattn.swap(model, eager=True) or adapters="
@@ -182,6 +182,7 @@ def swap(
     captured = cache(CapturedForward)  # one for all modules of a class
     serving: Serving | None = None
     eager_modules: dict[str, nn.Module] = {}
+    within: list[nn.Module] = []  # softmaxes that the module around them has in its capture
     for name, module in list(_matches(model, "", done, set(), adapters)):
         kind = type(module)
         if _is_torchs(kind) and kind not in adapters and "forward" not in vars(module):
@@ -190,7 +191,11 @@ def swap(
         if kind.__module__.startswith("torch.nn.") and not (kind in adapters or _is_torchs(kind)):
             continue
         done.calls[name], done._watched[name] = Calls(), kind
-        done._names[name] = names_in(module)
+        names = names_in(module)
+        if eager and (parts := softmax_parts(module, names)):
+            names |= SOFTMAX
+            within += parts
+        done._names[name] = names if all(x is not module for x in within) else frozenset()
         if serving is None:
             serving = Serving()
             done._undo.append(serving.end)

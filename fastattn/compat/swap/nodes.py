@@ -76,7 +76,9 @@ def rank_of(x: Any) -> int:
 def words(node: fx.Node) -> str:
     """Name what a node does, in a user's words."""
     name = operation(node) or str(getattr(node.target, "__name__", node.target))
-    return _WORDS.get(name.removesuffix("_"), name)
+    of = str(getattr(node.target, "__module__", None) or "torch")
+    foreign = node.op == "call_function" and of.partition(".")[0] not in ("torch", "_operator")
+    return f"{of}.{name}" if foreign else _WORDS.get(name.removesuffix("_"), name)
 
 
 def value(node: Any) -> Tensor:

@@ -3,6 +3,7 @@
 import linecache
 import sys
 from collections.abc import Iterable, Iterator
+from dis import get_instructions
 from functools import cache, cached_property, partial
 from itertools import takewhile
 from traceback import FrameSummary
@@ -17,6 +18,7 @@ from ..torch_sdpa import is_torchs_attention
 
 SDPA = "scaled_dot_product_attention"
 SOFTMAX = frozenset({"softmax", "Softmax", "_softmax", "softmax_one"})
+PRODUCTS = frozenset({"@", "matmul", "bmm", "baddbmm", "einsum"})
 _SOFTMAXES = {id(x) for x in (torch.softmax, F.softmax, nn.Softmax)}
 _WRAPPERS = (staticmethod, classmethod, property, cached_property, partial, MethodType)
 _WRAPPED = ("__func__", "__self__", "fget", "func", "args", "keywords")
@@ -55,6 +57,7 @@ def _followed(x: Any, package: str, names: set[str], spaces: list[Any]) -> Itera
         if _is_own(x.__module__, package):
             used = {name for code in _codes(x.__code__) for name in code.co_names}
             names |= used
+            names |= {"@" for code in _codes(x.__code__) if _multiplies(code)}
             yield from (x.__globals__[name] for name in used & x.__globals__.keys())
     elif isinstance(x, _WRAPPERS):
         yield from (getattr(x, name) for name in _WRAPPED if hasattr(x, name))
@@ -97,6 +100,25 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
+
+
+@cache
+def _multiplies(code: CodeType) -> bool:
+    """Whether code has the operator @."""
+    found = (x.argrepr if x.opname == "BINARY_OP" else x.opname for x in get_instructions(code))
+    return not {"@", "@=", "BINARY_MATRIX_MULTIPLY"}.isdisjoint(found)  # the last in Python 3.10
+
+
+def softmax_parts(module: nn.Module, names: frozenset[str]) -> list[nn.Module]:
+    """Parts with a softmax and no product of their own, where a module has products.
+
+    names: those in the module's code.
+    """
+    if PRODUCTS.isdisjoint(names):
+        return []
+    parts = [x for x in module.children() if not type(x).__module__.startswith("torch.nn.")]
+    of_parts = [(x, names_in(x)) for x in parts]
+    return [x for x, y in of_parts if not SOFTMAX.isdisjoint(y) and PRODUCTS.isdisjoint(y)]
 
 
 def untraced(stack: Iterable[FrameSummary]) -> str | None:

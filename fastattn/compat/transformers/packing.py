@@ -67,7 +67,7 @@ def _reading(before: Any, in_rows: bool) -> Any:
             of_keys = given.get("encoder_hidden_states") is not None
             numbers = sequence_numbers(given["attention_mask"], q_length, offset, of_keys=of_keys)
             mask = numbers.to(mask.device)
-            _refuse_carried(given["config"], mask)
+            _refuse_factors(given["config"], mask)
         position_ids = given["position_ids"]
         if isinstance(position_ids, Tensor) and position_ids.dim() == 2:
             positions = position_ids.expand(given["inputs_embeds"].shape[0], -1)
@@ -84,15 +84,22 @@ _CARRYING = {
     *("linear_attention", "conv", "hybrid", "hybrid_sliding"),
     *("compressed_sparse_attention", "heavily_compressed_attention"),
 }
+# Configs of models that multiply embeddings by the mask.
+_MULTIPLYING = {"EsmConfig", "SaProtConfig"}
 
 
-def _refuse_carried(config: Any, mask: Tensor) -> None:
-    """Refuse numbers of sequences in a model with layers that do not separate them."""
+def _refuse_factors(config: Any, mask: Tensor) -> None:
+    """Refuse numbers of sequences in a model that reads them as factors."""
+    if mask.dtype == torch.bool or is_unread(mask):
+        return
     kinds = sorted(_CARRYING.intersection(getattr(config, "layer_types", None) or ()))
-    if kinds and mask.dtype != torch.bool and not is_unread(mask):
+    why = f"layers of {', '.join(kinds)} do not keep them apart" if kinds else ""
+    if type(config).__name__ in _MULTIPLYING:
+        why = "embeddings are multiplied by them"
+    if why:
         raise ValueError(
-            f"attention_mask numbers sequences up to {int(mask.max())}, and layers of "
-            f"{', '.join(kinds)} do not keep them apart: give each sequence a row of its own"
+            f"attention_mask numbers sequences up to {int(mask.max())}, and {why}: give each "
+            "sequence a row of its own"
         )
 
 
