@@ -111,6 +111,11 @@ def test_unpad_and_pad_as_models_do(draw, device):
     tokens, indices, cu, longest, used = bert_padding.unpad_input(x, mask, unused)
     assert indices.tolist() == [0, 1, 2, 3, 6, 7, 8, 9] and cu.tolist() == [0, 4, 8]
     assert (longest, used.tolist(), tokens.shape) == (4, [3, 4], (8, 4, 8))
+    lengths = torch.tensor([[2, 1, 0, 0, 0], [4, 0, 0, 0, 0]], device=device)
+    joined, indices, cu, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert indices.tolist() == [0, 1, 2, 5, 6, 7, 8] and cu.tolist() == [0, 2, 3, 7]
+    assert cu.dtype == torch.int32 and longest == 4
+    assert torch.equal(joined, torch.cat((x[0, :3], x[1, :4])))
 
 
 def test_lengths_of_a_cache_as_a_number_and_by_default(draw):

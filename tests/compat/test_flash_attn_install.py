@@ -180,7 +180,7 @@ from flash_attn import (
     flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache,
 )
-from flash_attn.bert_padding import pad_input, unpad_input
+from flash_attn.bert_padding import pad_input, rearrange, repeat, unpad_input
 from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM
 from flash_attn.flash_attn_triton_amd.utils import is_rdna
 from flash_attn.layers.rotary import apply_rotary_emb
@@ -205,6 +205,7 @@ def test_modules_that_are_not_here_say_what_is(installed):
         "ops.triton.layer_norm": "torch.nn.LayerNorm and torch.nn.RMSNorm",
         "ops.triton.cross_entropy": "functions of torch",
         "utils.generation": "uninstall",
+        "utils.distributed": "torch.distributed.nn.functional",
     }.items():
         with pytest.raises(ModuleNotFoundError, match=f"flash_attn.* use .*{instead}"):
             importlib.import_module(f"flash_attn.{name}")

@@ -1,9 +1,13 @@
 """flash_attn.bert_padding: convert between padded batches and packed tokens, differentiable."""
 
 import torch
+from einops import rearrange, repeat
 from torch import Tensor
 
-__all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
+__all__ = [
+    "index_first_axis", "index_put_first_axis", "pad_input", "rearrange", "repeat", "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]  # fmt: skip
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
@@ -39,6 +43,26 @@ def unpad_input(
     offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     longest = int(lengths.max()) if lengths.numel() else 0
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, longest, used
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Remove the padding of rows of several sequences. Waits for the device.
+
+    Args:
+        hidden_states: [B, T, ...].
+        attention_mask_in_length: [B, T], integers: lengths of row b's sequences, and zeros.
+
+    Returns:
+        As `unpad_input`, with starts and longest of all sequences, and no lengths.
+    """
+    lengths = attention_mask_in_length
+    places = torch.arange(lengths.shape[1], device=lengths.device)
+    tokens, indices, *_ = unpad_input(hidden_states, places < lengths.sum(-1, keepdim=True))
+    found = lengths[lengths > 0]
+    offsets = torch.nn.functional.pad(found.cumsum(0, dtype=torch.int32), (1, 0))
+    return tokens, indices, offsets, int(found.max()) if found.numel() else 0
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

@@ -16,6 +16,7 @@ _INSTEAD = {
     "ops.rms_norm": "torch.nn.RMSNorm",
     "ops.layer_norm": "torch.nn.LayerNorm",
     "ops.triton.layer_norm": "torch.nn.LayerNorm and torch.nn.RMSNorm",
+    "utils": "torch.distributed.nn.functional, or the package itself after uninstall()",
     "ops.fused_dense": "torch.nn.Linear",
 }
 
