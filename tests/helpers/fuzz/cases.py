@@ -228,7 +228,7 @@ def legal(case: Case) -> Case:
         sizes = {name: max(1, getattr(case, name)) for name in ("B", "T_q", "T_k")}
         case = replace(case, **sizes)
     if case.call == "flex_attention":  # few tensors are captured
-        case = replace(case, options=case.options[:5])
+        case = replace(case, options=case.options[:4])
     if case.call in OF_INTEGRATIONS and case.seed % 2:
         case = replace(case, T_k=case.T_q)
     if case.call in (*OF_INTEGRATIONS, "flash_attn_with_kvcache"):  # without an argument for it
