@@ -87,7 +87,7 @@ def _without_in_place(graph: fx.Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         x: Any = node.args[0] if node.args else None
-        if operation(node) not in _IN_PLACE or not isinstance(x, fx.Node):
+        if operation(node) not in _IN_PLACE or not rank_of(x):  # numbers do not change
             continue
         if all(order[user] >= order[node] for user in x.users):
             x.replace_all_uses_with(node, delete_user_cb=lambda user, kept=node: user is not kept)
