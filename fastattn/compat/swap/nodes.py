@@ -46,6 +46,7 @@ _OF_MASKS = frozenset((
 ))  # fmt: skip
 _WORDS = {"getitem": "indexing", "sub": "subtraction", "add": "addition", "mul": "multiplication",
           "div": "division", "matmul": "a product with a vector"}  # fmt: skip
+_OWN = ("torch", "_operator", "builtins")  # packages whose functions go without the package's name
 
 
 class Unmatched(Exception):
@@ -77,7 +78,7 @@ def words(node: fx.Node) -> str:
     """Name what a node does, in a user's words."""
     name = operation(node) or str(getattr(node.target, "__name__", node.target))
     of = str(getattr(node.target, "__module__", None) or "torch")
-    foreign = node.op == "call_function" and of.partition(".")[0] not in ("torch", "_operator")
+    foreign = node.op == "call_function" and of.partition(".")[0] not in _OWN
     return f"{of}.{name}" if foreign else _WORDS.get(name.removesuffix("_"), name)
 
 
