@@ -4,7 +4,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -377,7 +377,6 @@ def quantizes(x: Tensor) -> bool:
 
 
 _warned: set[str] = set()
-_logged: set[str] = set()
 
 
 def log_once(
@@ -387,9 +386,8 @@ def log_once(
     if not logs() or torch.compiler.is_compiling():
         return
     shapes = " ".join(f"{x}{list(y.shape)}" for x, y in (("q", q), ("k", k), ("v", v)))
-    defaults = options._field_defaults
-    changed = (name for name, x in defaults.items() if _differs(getattr(options, name), x))
-    used = [name for name in changed if name != "scale"]
+    defaults = {**options._field_defaults, "scale": options.scale}
+    used = [name for name, x in defaults.items() if _differs(getattr(options, name), x)]
     how = f"{shapes} {str(q.dtype).removeprefix('torch.')} {' '.join(used)}".rstrip()
     why = [f"not {one}: {reason}" for one, reason in choice.reasons.items()]
     if choice.backend == "triton" and name.startswith("attention"):
@@ -402,11 +400,10 @@ def logs() -> bool:
     return os.environ.get(LOG, "0") not in ("", "0")
 
 
+@cache
 def write_once(line: str) -> None:
-    """Write a line to stderr, unless it was written before."""
-    if line not in _logged:
-        _logged.add(line)
-        sys.stderr.write(f"fastattn: {line}\n")
+    """Write a line to stderr, once in a process."""
+    sys.stderr.write(f"fastattn: {line}\n")
 
 
 def _forward_tile(q: Tensor, v: Tensor, options: Options) -> str:

@@ -143,7 +143,7 @@ def test_a_log_has_a_line_for_each_kind_of_call(monkeypatch, capsys, device: str
     fastattn.attention(q, k, v)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv(dispatch.LOG, "1")
-    monkeypatch.setattr(dispatch, "_logged", set())
+    dispatch.write_once.cache_clear()
     for _ in range(2):
         fastattn.attention(q, k, v, softcap=3.0)
         fastattn.attention(q, k, v, softcap=3.0, backend="torch")

@@ -204,44 +204,6 @@ def test_parts_are_captured_before_the_whole(swap, served):
     assert STATS["unique_graphs"] - before == 4
 
 
-class Softmax(nn.Module):
-    """Mask and softmax in a part of its own, as Megatron has it."""
-
-    def forward(self, scores: Tensor) -> Tensor:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        return scores.masked_fill(ahead, -1e9).softmax(-1)
-
-
-class Around(nn.Module):
-    """Products around the softmax of a part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.softmax = nn.Linear(C, 3 * C), Softmax()
-
-
-class Operators(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return self.softmax(q @ k.mT) @ v
-
-
-class Matmul(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return torch.matmul(self.softmax(torch.matmul(q, k.mT)), v)
-
-
-@pytest.mark.parametrize("kind", [Operators, Matmul])
-def test_a_softmax_in_a_part_is_captured_with_the_products_around_it(swap, kind):
-    model = nn.Sequential(kind(), SelfMade("foreign"))
-    plain = copy.deepcopy(model)
-    done = swap(model, eager=True)
-    assert_equal(model, plain, tokens())
-    assert list(done.replaced) == ["0"] and list(done.left) == ["1"], str(done)
-    assert done.calls["0"].passed == 0
-
-
 @pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no")  # of torch 2.12
 @pytest.mark.parametrize("how", ["config", "environment", "stance", "jit", "fx"])
 def test_calls_that_torch_compile_leaves_are_not_served(swap, how, monkeypatch):

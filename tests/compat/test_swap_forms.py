@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from attention_blocks import FORMS, Formed, SelfMade
+from attention_blocks import FORMS, C, Formed, SelfMade
 from attention_forms import Drawn
 from swapped_blocks import assert_equal, results, tokens, total
 
@@ -119,6 +119,44 @@ def test_scores_that_are_asked_for_their_sizes(swap, kind, lengths):
         assert_equal(model, plain, torch.randn(T, 1 + (T != 5), 16))
     calls = done.calls["inner" if kind is Padded else ""]
     assert (calls.served, calls.passed) == (3, 0), str(done)
+
+
+class Softmax(torch.nn.Module):
+    """Mask and softmax in a part of its own, as Megatron has it."""
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(ahead, -1e9).softmax(-1)
+
+
+class Around(torch.nn.Module):
+    """Products around the softmax of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.softmax = torch.nn.Linear(C, 3 * C), Softmax()
+
+
+class Operators(Around):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.softmax(q @ k.mT) @ v
+
+
+class Matmul(Around):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return torch.matmul(self.softmax(torch.matmul(q, k.mT)), v)
+
+
+@pytest.mark.parametrize("kind", [Operators, Matmul])
+def test_a_softmax_in_a_part_is_captured_with_the_products_around_it(swap, kind):
+    model = torch.nn.Sequential(kind(), SelfMade("foreign"))
+    plain = copy.deepcopy(model)
+    done = swap(model, eager=True)
+    assert_equal(model, plain, tokens())
+    assert list(done.replaced) == ["0"] and list(done.left) == ["1"], str(done)
+    assert done.calls["0"].passed == 0
 
 
 @pytest.mark.parametrize("turn", range(4))

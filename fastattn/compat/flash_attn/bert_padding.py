@@ -40,7 +40,7 @@ def unpad_input(
     lengths = kept.bool().sum(dim=-1, dtype=torch.int32)
     used = attention_mask.bool().sum(dim=-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
-    offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    offsets = offsets_of(lengths)
     longest = int(lengths.max()) if lengths.numel() else 0
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, offsets, longest, used
 
@@ -61,8 +61,12 @@ def unpad_input_for_concatenated_sequences(
     places = torch.arange(lengths.shape[1], device=lengths.device)
     tokens, indices, *_ = unpad_input(hidden_states, places < lengths.sum(-1, keepdim=True))
     found = lengths[lengths > 0]
-    offsets = torch.nn.functional.pad(found.cumsum(0, dtype=torch.int32), (1, 0))
-    return tokens, indices, offsets, int(found.max()) if found.numel() else 0
+    return tokens, indices, offsets_of(found), int(found.max()) if found.numel() else 0
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Starts of packed sequences of these lengths [N], and their total, int32 [N + 1]."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

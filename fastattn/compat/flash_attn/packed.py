@@ -8,6 +8,7 @@ from torch import Tensor
 from ... import checks
 from ...functional.paged import attention_paged
 from ...position_tables import document_ids
+from .bert_padding import offsets_of
 from .kvcache import Cache, view_of
 
 # Untyped, as the overloads take only a literal return_lse.
@@ -24,7 +25,7 @@ def used_keys(
     checks.check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0], k)
     checks.check_input("seqused_k", used, "integer", "N", k, {"N": cu_seqlens_k.shape[0] - 1})
     lengths = torch.minimum(used.clamp(min=0), cu_seqlens_k.diff())
-    ends = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    ends = offsets_of(lengths)
     total = int(ends[-1])
     row = document_ids(ends, total)[0].long()
     index = torch.arange(total, device=k.device) - ends[row] + cu_seqlens_k[row]

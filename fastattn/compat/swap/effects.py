@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .nodes import CASTS
+
 # Operations whose result shares no memory.
 FRESH = frozenset((
     "matmul", "bmm", "baddbmm", "einsum", "linear", "mul", "div", "truediv", "add", "sub", "where",
@@ -13,8 +15,7 @@ FRESH = frozenset((
     "arange", "zeros", "ones", "full", "new_zeros", "new_ones", "new_full",
 ))  # fmt: skip
 # Operations that change nothing, whether or not code reads their result.
-PURE = FRESH | {"to", "type_as", "float", "contiguous", "view", "reshape", "flatten", "detach",
-                "size", "getitem"}  # fmt: skip
+PURE = FRESH | {*CASTS, "view", "reshape", "flatten", "detach", "size", "getitem"}
 _IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul",
              "iand", "ior", "ixor", "ilshift", "irshift")  # fmt: skip
 

@@ -182,7 +182,7 @@ def swap(
     captured = cache(CapturedForward)  # one for all modules of a class
     serving: Serving | None = None
     eager_modules: dict[str, nn.Module] = {}
-    within: list[nn.Module] = []  # softmaxes that the module around them has in its capture
+    within = set[nn.Module]()  # softmaxes that the module around them has in its capture
     for name, module in list(_matches(model, "", done, set(), adapters)):
         kind = type(module)
         if _is_torchs(kind) and kind not in adapters and "forward" not in vars(module):
@@ -194,8 +194,8 @@ def swap(
         names = names_in(module)
         if eager and (parts := softmax_parts(module, names)):
             names |= SOFTMAX
-            within += parts
-        done._names[name] = names if all(x is not module for x in within) else frozenset()
+            within.update(parts)
+        done._names[name] = frozenset() if module in within else names
         if serving is None:
             serving = Serving()
             done._undo.append(serving.end)
