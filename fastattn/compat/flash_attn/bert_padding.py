@@ -4,6 +4,8 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from .packed import offsets_of
+
 __all__ = [
     "index_first_axis", "index_put_first_axis", "pad_input", "rearrange", "repeat", "unpad_input",
     "unpad_input_for_concatenated_sequences",
@@ -62,11 +64,6 @@ def unpad_input_for_concatenated_sequences(
     tokens, indices, *_ = unpad_input(hidden_states, places < lengths.sum(-1, keepdim=True))
     found = lengths[lengths > 0]
     return tokens, indices, offsets_of(found), int(found.max()) if found.numel() else 0
-
-
-def offsets_of(lengths: Tensor) -> Tensor:
-    """Starts of packed sequences of these lengths [N], and their total, int32 [N + 1]."""
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:

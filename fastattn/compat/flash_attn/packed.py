@@ -8,11 +8,15 @@ from torch import Tensor
 from ... import checks
 from ...functional.paged import attention_paged
 from ...position_tables import document_ids
-from .bert_padding import offsets_of
 from .kvcache import Cache, view_of
 
 # Untyped, as the overloads take only a literal return_lse.
 _attend: Any = attention_paged
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """Starts of packed sequences of these lengths [N], and their total, int32 [N + 1]."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def used_keys(
